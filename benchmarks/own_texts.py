@@ -131,10 +131,11 @@ class Owners:
         model = self.run.path_model(self.plan, torch.device("cpu")).eval()
         found = np.zeros((len(texts), 2))
         length, prefix = self.plan.model.sequence_length, self.plan.routing.prefix_tokens
+        padding = self.plan.model.padding_token
         for path in set(paths.tolist()):
             load_path(model, self.grid, path, self.states)
             for n in np.flatnonzero(paths == path):
-                rows = scoring_windows(tokens[n], length, prefix).astype(np.int64)
+                rows = scoring_windows(tokens[n], length, prefix, padding).astype(np.int64)
                 if len(rows):
                     found[n] = [part.sum() for part in row_losses(model, rows, prefix)]
         return found

@@ -92,7 +92,7 @@ class ChangedRun(RunFolder):
                 self._labels[mark] = line.get("domain", "")
                 tokens = tokenizer.document_tokens(line["text"])
                 length, prefix = plan.model.sequence_length, plan.routing.prefix_tokens
-                for row in scoring_windows(tokens, length, prefix):
+                for row in scoring_windows(tokens, length, prefix, plan.model.padding_token):
                     self._part_of[row.tobytes()] = mark
 
     def plan(self) -> RunPlan:

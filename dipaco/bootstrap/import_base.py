@@ -1,18 +1,14 @@
 """A checkpoint on disk as the base model of a run: `base = "path/to/dir"` in a RUN.toml.
 
-A run has its special tokens at 0 to 3. Where a checkpoint numbers them otherwise or has no padding,
-as Llama has, pieces and rows of the embedding are renumbered together. A SentencePiece model is
-written anew; a `tokenizer.json` stays as it is, and its numbers come back in exports.
+A run has the numbers of the checkpoint's tokens, and one row of its embedding more: padding.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +20,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import check_content, sha256_of_file, storage_errors
-from dipaco.modules.frozen_file import renumbered, row_runs
+from dipaco.modules.frozen_file import with_padding
 from dipaco.modules.llama import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -37,14 +33,13 @@ from dipaco.modules.llama import (
     read_llama_config,
     read_llama_parameters,
 )
-from dipaco.modules.transformer import EMBEDDING, HEAD
-from dipaco.protocol.config import END_TOKEN, ModelConfig, ModelFields, parse_config
+from dipaco.protocol.config import ModelConfig, ModelFields, parse_config
 from dipaco.protocol.plan import BaseFile, BaseSource
 from dipaco.routing.tokens.chat_tokens import SPECIAL_NAMES, turn_end
+from dipaco.routing.tokens.sentencepiece_tokenizer import SentencePieceTokenizer
 from dipaco.routing.tokens.tokenizer_json import (
     SPLITS_SPECIAL,
     GenerationSettings,
-    JsonTokenizer,
     SpecialNumbers,
     pack_tokenizer,
     with_added_tokens,
@@ -52,23 +47,11 @@ from dipaco.routing.tokens.tokenizer_json import (
 
 # Its classes are made at import, where no type checker sees them.
 _sentencepiece_format: Any = sentencepiece_model_pb2
-_Piece = _sentencepiece_format.ModelProto.SentencePiece
 _ADDED_TOKENS, _SPECIAL_TOKENS = "added_tokens.json", "special_tokens_map.json"
 _GENERATION = "generation_config.json"
 # Of a base that is made for longer texts, where RUN.toml says nothing: few documents are longer,
 # and the memory that a step takes grows with it.
 _USUAL_SEQUENCE_LENGTH = 1024
-
-
-@dataclass(frozen=True)
-class NumberedTokenizer:
-    """A run's tokenizer with its special pieces in their places.
-
-    `order` holds for each piece its row in the checkpoint's embedding, None for one that is new.
-    """
-
-    model: bytes
-    order: tuple[int | None, ...]
 
 
 class ImportedBase:
@@ -93,24 +76,14 @@ class ImportedBase:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """The model of the run, with a row for every piece of its tokenizer.
+        """The model of the run.
 
         Raises StorageError, ConfigurationError or IntegrityError if it cannot be imported.
         """
-        stored = self._stored_model
-        order = self._numbered.order if self._numbered else range(stored.vocabulary_size)
-        added = [token for token, row in enumerate(order) if row is None]
+        stored, _ = self._stored_model, self.tokenizer
         with storage_errors(self.folder):
             check_llama_parameters(self.folder, stored)
-        return parse_config(
-            ModelConfig,
-            {
-                **stored.model_dump(mode="json"),
-                "vocabulary_size": len(order),
-                "added_tokens": added,
-            },
-            str(self.folder / CONFIG_FILE),
-        )
+        return stored.with_padding
 
     def agreed_model(self, given: ModelFields, source: str) -> ModelConfig:
         """Return the model of a run, which is the checkpoint's. What RUN.toml says of it must
@@ -134,11 +107,6 @@ class ImportedBase:
             return model
         return model.model_copy(update={"sequence_length": length, "context_length": longest})
 
-    @property
-    def tokenizer(self) -> bytes | None:
-        """The tokenizer of the run; None if another one is to be used."""
-        return self._numbered.model if self._numbered else None
-
     @cached_property
     def _weight_digests(self) -> dict[str, str]:
         with storage_errors(self.folder):
@@ -153,19 +121,16 @@ class ImportedBase:
         return hashlib.sha256("".join(digests).encode() + (self.tokenizer or b"")).hexdigest()
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters, fp32 on the CPU, by name. A new piece has the mean of all rows.
+        """Return the parameters, fp32 on the CPU, by name.
 
         Raises IntegrityError naming the parameter if one is missing or wrong.
         """
         parameters = read_llama_parameters(self.folder, self._stored_model)
-        if self._numbered is not None:
-            for name in (EMBEDDING, HEAD):
-                if name in parameters:
-                    parameters[name] = renumbered(parameters[name], self.rows)
-        return parameters
+        return {name: with_padding(name, tensor) for name, tensor in parameters.items()}
 
     @cached_property
-    def _numbered(self) -> NumberedTokenizer | None:
+    def tokenizer(self) -> bytes | None:
+        """The tokenizer of the run; None if another one is to be used."""
         if not self._own_tokenizer:
             return None
         rows = self._stored_model.vocabulary_size
@@ -182,22 +147,18 @@ class ImportedBase:
                     f"save_pretrained of transformers writes"
                 )
             return _read_tokenizer_json(self.folder, rows)
-        numbered = number_pieces(model, str(file))
-        pieces = sum(old is not None for old in numbered.order)
+        proto = _proto(model, str(file))
+        # In a run, text comes back from its tokens as it was, and is streamed piece by piece.
+        proto.normalizer_spec.add_dummy_prefix = False
+        proto.normalizer_spec.remove_extra_whitespaces = False
+        written: bytes = proto.SerializeToString(deterministic=True)
+        pieces = SentencePieceTokenizer(written, str(file)).vocabulary_size
         if pieces > rows:
             raise ConfigurationError(
                 f"{file} has {pieces} pieces, but {self.folder / CONFIG_FILE} has a vocab_size "
                 f"of {rows}; they are of different models"
             )
-        # Rows without a piece follow.
-        return NumberedTokenizer(numbered.model, (*numbered.order, *range(pieces, rows)))
-
-    @cached_property
-    def rows(self) -> tuple[tuple[int, int], ...]:
-        """Which rows of the checkpoint's embedding the run's tokens have, as `row_runs`."""
-        if self._numbered is None:
-            return ((0, self._stored_model.vocabulary_size),)
-        return row_runs(self._numbered.order)
+        return written
 
     def source(self, name: str) -> BaseSource:
         """Return what the plan of a run with adapters says of the checkpoint."""
@@ -206,7 +167,6 @@ class ImportedBase:
             files=tuple(
                 BaseFile(name=file, sha256=sha256) for file, sha256 in self._weight_digests.items()
             ),
-            rows=self.rows,
         )
 
 
@@ -230,7 +190,7 @@ def _lacking_tokens(folder: Path, model: bytes) -> list[str]:
         listed = _json_object(folder / TOKENIZER_JSON).get("added_tokens") or ()
         names += [token["content"] for token in listed]
     lacking = [name for name in dict.fromkeys(names) if name.replace("\u2581", " ") not in known]
-    end = _special_names(folder)[END_TOKEN]
+    _, _, end, _ = _special_names(folder)
     if end is not None and end != proto.trainer_spec.eos_piece and end not in lacking:
         lacking.append(end)
     return lacking
@@ -274,7 +234,7 @@ def added_tokens(folder: Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def _read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
+def _read_tokenizer_json(folder: Path, rows: int) -> bytes:
     """Return the tokenizer of a checkpoint that has a `tokenizer.json`, for `rows` of an embedding.
 
     Raises ConfigurationError naming what is missing or impossible, IntegrityError if it is broken.
@@ -286,7 +246,7 @@ def _read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
             f"or name a SentencePiece model with the same pieces as model_file under [tokenizer]"
         )
     special, template = _special_names(folder), _chat_template(folder)
-    if special[END_TOKEN] is None:
+    if special[2] is None:
         raise ConfigurationError(
             f"{folder} does not say what ends a text; write eos_token in its {TOKENIZER_SETTINGS}"
         )
@@ -298,7 +258,7 @@ def _read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         controls = [token["content"] for token in content["added_tokens"] if token["special"]]
         turn_end_name = turn_end(template, {k: n for k, n in named if n is not None}, controls)
     generation = _json_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else None
-    model = pack_tokenizer(
+    return pack_tokenizer(
         content, special, template, str(file),
         rows=rows,
         stated=_stated(SpecialNumbers, read_config_file(folder)),
@@ -306,9 +266,6 @@ def _read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         splits_special=splits,
         turn_end=turn_end_name,
     )  # fmt: skip
-    pieces = JsonTokenizer(model, str(file))
-    numbers = pieces.file_order(pieces.vocabulary_size).tolist()
-    return NumberedTokenizer(model, tuple(n if n < rows else None for n in numbers))
 
 
 def _special_names(folder: Path) -> list[str | None]:
@@ -373,43 +330,3 @@ def _proto(model: bytes, source: str) -> Any:
         return _sentencepiece_format.ModelProto.FromString(model)
     except DecodeError:
         raise IntegrityError(f"{source} is not a SentencePiece model") from None
-
-
-def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
-    """Put unknown, begin, end and padding at 0 to 3, adding a padding piece if there is none.
-
-    A model that has them there already is returned as it is. Raises IntegrityError if it is no
-    SentencePiece model, ConfigurationError if it has no begin or end.
-    """
-    proto = _proto(model, source)
-    pieces, trainer = list(proto.pieces), proto.trainer_spec
-    numbers = {piece.piece: index for index, piece in enumerate(pieces)}
-    unknown = next((i for i, p in enumerate(pieces) if p.type == _Piece.UNKNOWN), None)
-    begin, end = numbers.get(trainer.bos_piece), numbers.get(trainer.eos_piece)
-    if unknown is None or begin is None or end is None:
-        raise ConfigurationError(
-            f"{source} lacks an unknown, begin or end piece, which a run needs; train one with "
-            f"unk_id=0, bos_id=1, eos_id=2, pad_id=3"
-        )
-    padding = numbers.get(trainer.pad_piece) if trainer.pad_id >= 0 else None
-    special = (unknown, begin, end, padding)
-    rest = [index for index in range(len(pieces)) if index not in special]
-    order = (*special, *rest)
-    if order == tuple(range(len(pieces))):
-        return NumberedTokenizer(model, order)
-    if padding is None:
-        more = (f"<pad{number}>" for number in itertools.count())
-        names = itertools.chain([trainer.pad_piece], more)
-        trainer.pad_piece = next(name for name in names if name not in numbers)
-    del proto.pieces[:]
-    for old in order:
-        if old is None:
-            proto.pieces.add(piece=trainer.pad_piece, type=_Piece.CONTROL)
-        else:
-            proto.pieces.append(pieces[old])
-    trainer.unk_id, trainer.bos_id, trainer.eos_id, trainer.pad_id = range(4)
-    trainer.vocab_size = len(order)
-    # In a run, text comes back from its tokens as it was, and is streamed piece by piece.
-    proto.normalizer_spec.add_dummy_prefix = False
-    proto.normalizer_spec.remove_extra_whitespaces = False
-    return NumberedTokenizer(proto.SerializeToString(deterministic=True), order)

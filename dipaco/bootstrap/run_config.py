@@ -63,8 +63,8 @@ class TokenizerConfig(Config):
     )
     model_file: Path | None = Field(
         None,
-        description="A SentencePiece model to use in place of a new one. It needs unknown, "
-        "begin, end and padding as pieces 0 to 3, and byte pieces.",
+        description="A SentencePiece model to use in place of a new one. It needs begin and end, "
+        "byte pieces and, if there is no imported base, padding as piece 3.",
     )
 
 

@@ -95,6 +95,7 @@ def collect_windows(
     if first is not None and first.chat is not None:
         encoder = ChatEncoder(router.tokenizer, prefix_tokens)
     dtype = token_dtype(plan.model.vocabulary_size, marked=encoder is not None)
+    padding = plan.model.padding_token
     file = folder / "windows.bin"
     names: dict[str, int] = {}
     counts, scored, paths, labels = array("q"), array("q"), array("q"), array("q")
@@ -115,7 +116,7 @@ def collect_windows(
                 found = router.nearest_paths(seen, ranked, [item.label for item in chosen])
                 paths.extend(found.reshape(-1).tolist())
                 for item in chosen:
-                    windows = scoring_windows(item.tokens, length, prefix_tokens)
+                    windows = scoring_windows(item.tokens, length, prefix_tokens, padding)
                     handle.write(windows.astype(dtype).tobytes())
                     counts.append(len(item.tokens))
                     scored.append(int((item.tokens[prefix_tokens:] >= 0).sum()))

@@ -9,7 +9,6 @@ import torch
 
 from dipaco.modules.device import autocast_for
 from dipaco.modules.transformer import PathModel, token_losses
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .decoder import Decoder
@@ -18,7 +17,6 @@ from .sources import StateSource, assemble_path
 
 # An unfinished character has at most three bytes, each of which may be decoded as one of these.
 _MAX_BROKEN = 3
-_NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 _BROKEN_CHARACTER = "\ufffd"
 
 
@@ -27,10 +25,11 @@ def generate_tokens(
     prompt: Sequence[int],
     sampling: SamplingSettings,
     mixed_with: Sequence[PathModel] = (),
-    ends: frozenset[int] = frozenset((END_TOKEN,)),
+    ends: frozenset[int] = frozenset(),
+    never: Sequence[int] = (),
 ) -> Iterator[int]:
-    """Yield the tokens with which `model` continues `prompt`, until one of `ends`
-    (`Tokenizer.ends`).
+    """Yield the tokens with which `model` continues `prompt`, until one of `ends`. None of `never`
+    is chosen. Both are what the run's tokenizer says (`ends`, `never_chosen`).
 
     The context is at most the model's sequence length: when it is full, generation goes on from its
     newer half. Other paths may be mixed in.
@@ -39,7 +38,6 @@ def generate_tokens(
     longest = model.config.sequence_length
     context = list(prompt)[-longest:]
     decoder, is_read = Decoder([model, *mixed_with]), False
-    never = [token for token in _NEVER_CHOSEN if token not in ends]
     for _ in range(sampling.max_tokens):
         if is_read and decoder.length == longest:
             context, is_read = context[-(longest // 2) :], False
@@ -72,11 +70,11 @@ def choose_token(
     logits: torch.Tensor,
     sampling: SamplingSettings,
     generator: torch.Generator,
-    never: Sequence[int] = _NEVER_CHOSEN,
+    never: Sequence[int] = (),
 ) -> int:
     """Choose the next token by its logits, fp32 [V] on the CPU, which are not changed.
 
-    What is never part of a text (unknown, begin, padding) is never chosen.
+    None of `never` is chosen.
     """
     if sampling.temperature == 0:
         # NumPy's calls are cheaper.

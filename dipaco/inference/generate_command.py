@@ -148,7 +148,8 @@ def _answer(
     if len(tokens) > context:
         say(f"the prompt has {len(tokens)} tokens, of which the last {context} are read")
     tokenizer = source.tokenizer()
-    made = generate_tokens(models[0], tokens, settings, models[1:], tokenizer.ends)
+    ends, never = tokenizer.ends, tokenizer.never_chosen
+    made = generate_tokens(models[0], tokens, settings, models[1:], ends, never)
     yield from stream_text(tokenizer, made)
 
 

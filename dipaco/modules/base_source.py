@@ -39,7 +39,7 @@ def take_base_from_hub_cache(plan: RunPlan, blobs: BlobStore, say: Callable[[str
             if any(found[file.name] != file.sha256 for file in source.files):
                 say(f"{folder} is another revision of {source.name} than this run has: not used")
                 continue
-            write_base(folder, source.rows, adapters.base_format, blobs.partial_path(sha256))
+            write_base(folder, adapters.base_format, blobs.partial_path(sha256))
             blobs.commit_partial(sha256)
         except DipacoError as error:
             say(f"{folder} is not used: {error}")

@@ -1,8 +1,8 @@
 """The file of a frozen base: one safetensors file, the same bytes for the same base everywhere.
 
 Its SHA-256, which is in the plan, is therefore the digest of the base as it is loaded. It is made
-of a public checkpoint: tensors in sorted order, in the run's format, with the rows of embedding and
-head in the order of the run's tokenizer.
+of a public checkpoint: tensors in sorted order, in the run's format, with a row of padding behind
+those of embedding and head.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 import safetensors
 import torch
+from torch.nn import functional as F
 
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_file, canonical_json, sha256_of_file, storage_errors
@@ -26,25 +25,7 @@ from .layout import parameter_shapes
 from .llama import CONFIG_FILE, iterate_llama_parameters, read_llama_config, stored_formats
 from .transformer import EMBEDDING, HEAD
 
-_NEW_ROW: Final = -1
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-RowRuns = Sequence[tuple[int, int]]
-"""Rows of a checkpoint's embedding, (first, count) one after the other; a first of -1 stands for
-that many new rows, which are the mean of all."""
-
-
-def row_runs(order: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
-    """Return an order of rows as runs; None is a new row."""
-    runs: list[tuple[int, int]] = []
-    for row in order:
-        first, count = runs[-1] if runs else (0, 0)
-        follows = first == _NEW_ROW if row is None else first != _NEW_ROW and row == first + count
-        if runs and follows:
-            runs[-1] = (first, count + 1)
-        else:
-            runs.append((_NEW_ROW if row is None else row, 1))
-    return tuple(runs)
 
 
 def base_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -76,24 +57,18 @@ def base_file_bytes(model: ModelConfig) -> int:
     return dtype.itemsize * base_parameter_count(model)
 
 
-def write_base(folder: Path, rows: RowRuns, base_format: str, file: Path) -> None:
+def write_base(folder: Path, base_format: str, file: Path) -> None:
     """Make the file of a base of the checkpoint in `folder`; one tensor is in memory at a time.
 
-    Raises what `read_llama_config` and `iterate_llama_parameters` do, IntegrityError if the rows
-    are not of this checkpoint, and StorageError.
+    Raises what `read_llama_config` and `iterate_llama_parameters` do, and StorageError.
     """
     stored = parse_config(ModelConfig, read_llama_config(folder), str(folder / CONFIG_FILE))
-    if any(first + count > stored.vocabulary_size for first, count in rows if first != _NEW_ROW):
-        raise IntegrityError(f"{folder} has {stored.vocabulary_size} tokens, too few for this run")
-    size = sum(count for _, count in rows)
-    model = stored.model_copy(update={"vocabulary_size": size})
     dtype = FILE_FORMATS[base_format]
     with atomic_file(file) as out:
-        out.write(_header(parameter_shapes(model), dtype))
+        out.write(_header(parameter_shapes(stored.with_padding), dtype))
         for name, tensor in iterate_llama_parameters(folder, stored):
-            if name in (EMBEDDING, HEAD):
-                tensor = renumbered(tensor, rows)
-            out.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy().data)
+            padded = with_padding(name, tensor).to(dtype)
+            out.write(padded.contiguous().view(torch.uint8).numpy().data)
 
 
 def rounded_from(folder: Path, base_format: str) -> str | None:
@@ -121,19 +96,10 @@ def _header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def renumbered(table: torch.Tensor, rows: RowRuns) -> torch.Tensor:
-    """Return the rows of an embedding in the order of a run's tokens."""
-
-    def parts() -> Iterator[torch.Tensor]:
-        for first, count in rows:
-            if first == _NEW_ROW:
-                # In fp64 the order of the sum does not show.
-                mean = table.to(torch.float64).mean(dim=0).to(torch.float32)
-                yield mean.to(table.dtype).expand(count, -1)
-            else:
-                yield table[first : first + count]
-
-    return table if list(rows) == [(0, len(table))] else torch.cat(list(parts()))
+def with_padding(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter of a checkpoint as a run has it: with a row of padding, which nothing that
+    is scored sees, behind those of the checkpoint's tokens."""
+    return F.pad(tensor, (0, 0, 0, 1)) if name in (EMBEDDING, HEAD) else tensor
 
 
 # Of the files that are open in this process, by path and SHA-256.

@@ -20,7 +20,7 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.base.files import check_content
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, ModelConfig
+from dipaco.protocol.config import ModelConfig
 
 from .foreign_model import FOREIGN_FAMILIES, foreign_values
 from .layout import parameter_shapes
@@ -100,8 +100,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`,
-    with the run's own numbers of tokens."""
+    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`."""
     stored = str(dtype).removeprefix("torch.")
     if model.transformers_config is not None:
         kept: dict[str, Any] = json.loads(model.transformers_config)
@@ -131,9 +130,6 @@ def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "mlp_bias": model.feed_forward_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tied_embedding,
-        "bos_token_id": BEGIN_TOKEN,
-        "eos_token_id": END_TOKEN,
-        "pad_token_id": PAD_TOKEN,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": stored,

@@ -6,9 +6,11 @@ number. So the mark goes wherever tokens go: through shards, batches and passes.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
-from dipaco.protocol.config import PAD_TOKEN
+NOT_LEARNED: Final = -1
 
 
 def plain_tokens(tokens: torch.Tensor) -> torch.Tensor:
@@ -16,9 +18,9 @@ def plain_tokens(tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(tokens < 0, ~tokens, tokens)
 
 
-def learned_targets(targets: torch.Tensor) -> torch.Tensor:
-    """Return targets with padding in place of those that are not to be learned."""
-    return targets.masked_fill(targets < 0, PAD_TOKEN)
+def learned_targets(targets: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return targets with `NOT_LEARNED` in place of padding and of those that are only read."""
+    return targets.masked_fill((targets < 0) | (targets == padding), NOT_LEARNED)
 
 
 def are_marked(tokens: torch.Tensor) -> bool:
@@ -26,10 +28,10 @@ def are_marked(tokens: torch.Tensor) -> bool:
     return bool((tokens < 0).any())
 
 
-def documents_apart(tokens: torch.Tensor) -> torch.Tensor:
+def documents_apart(tokens: torch.Tensor, padding: int) -> torch.Tensor:
     """Return which position sees which, bool [B, 1, T, T], for rows of several documents [B, T]
     with a token of padding between them: all that is before it in its own document."""
-    padding = tokens == PAD_TOKEN
-    documents = padding.cumsum(dim=1) - padding.long()  # what is behind padding is another one
+    ends = tokens == padding
+    documents = ends.cumsum(dim=1) - ends.long()  # what is behind padding is another one
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()

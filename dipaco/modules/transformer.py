@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dipaco.protocol.config import PAD_TOKEN, AdaptersConfig, ModelConfig
+from dipaco.protocol.config import AdaptersConfig, ModelConfig
 
 from .device import format_of_products, free_and_total_bytes, permitted_share
 from .frozen_base import FrozenBase, Nf4Weight, product
-from .marked_tokens import learned_targets, plain_tokens
+from .marked_tokens import NOT_LEARNED, learned_targets, plain_tokens
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -340,7 +340,7 @@ class PathModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them.
 
-        Tokens that no text has get -inf, so they have no probability in any softmax.
+        Padding that the run has added gets -inf, so it has no probability in any softmax.
         """
         hidden = self.model.norm(hidden)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
@@ -352,14 +352,12 @@ class PathModel(nn.Module):
         A bias of the head costs nothing in either pass; -inf written into the logits would have
         the backward pass copy their gradient.
         """
-        added = self.config.added_tokens
-        if not added:
+        if not self.config.adds_padding:
             return None
         bias = torch.zeros(
             self.config.vocabulary_size, dtype=format_of_products(hidden), device=hidden.device
         )
-        for token in added:  # a list of indices would be sent to a GPU in each pass
-            bias[token] = -torch.inf
+        bias[self.config.padding_token] = -torch.inf
         return bias
 
     def new_past(self) -> Any:
@@ -446,13 +444,13 @@ def initialise(model: PathModel, seed: int) -> None:
             parameter.copy_(drawn)
 
 
-def target_mask(tokens: torch.Tensor, skip_tokens: int = 0) -> torch.Tensor:
+def target_mask(tokens: torch.Tensor, padding: int, skip_tokens: int = 0) -> torch.Tensor:
     """Return which targets count, bool [B, T-1] for the targets `tokens[:, 1:]`.
 
     Padding does not, nor what is marked as not to be learned, nor the first `skip_tokens`
     positions, which routing has seen.
     """
-    mask = learned_targets(tokens[:, 1:]) != PAD_TOKEN
+    mask = learned_targets(tokens[:, 1:], padding) != NOT_LEARNED
     if skip_tokens > 1:
         mask[:, : skip_tokens - 1] = False
     return mask
@@ -499,8 +497,9 @@ def head_pieces(
     Logits are the largest tensors of a pass: with a vocabulary of 32,000 those of a batch take
     several times the memory of all blocks.
     """
-    # The last position gets padding for a target: cutting it off would copy all others.
-    targets = F.pad(learned_targets(tokens[:, 1:]), (0, 1), value=PAD_TOKEN).flatten()
+    # The last position gets a target that is not learned: cutting it off would copy all others.
+    learned = learned_targets(tokens[:, 1:], config.padding_token)
+    targets = F.pad(learned, (0, 1), value=NOT_LEARNED).flatten()
     count = math.ceil(len(targets) * config.vocabulary_size / logits_at_once(hidden.device))
     size = math.ceil(len(targets) / count)
     return zip(hidden.flatten(0, 1).split(size), targets.split(size), strict=True)
@@ -509,4 +508,4 @@ def head_pieces(
 def head_losses(model: PathModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss in nats of each target, fp32 [n], for outputs [n, H] of the last block."""
     logits = model.logits(hidden).float()
-    return F.cross_entropy(logits, targets, ignore_index=PAD_TOKEN, reduction="none")
+    return F.cross_entropy(logits, targets, ignore_index=NOT_LEARNED, reduction="none")

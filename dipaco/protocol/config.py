@@ -27,7 +27,7 @@ CodecName = Literal["float32", "int4", "int2", "sign"]
 OwnTexts = Literal["no", "yes"]
 # Peers wait for the last file of a module at most this long, and at most this long for a proposal.
 _LONGEST_GATHER_S, _LONGEST_GRACE_S = 60.0, 10.0
-# The four special pieces of every tokenizer of ours; padding is never a target of a loss.
+# The four special pieces of every tokenizer that a run trains.
 UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
 # No number of a plan is greater. Python's integers have no end, and it computes with them in fp64.
 _GREATEST_NUMBER = 2**53
@@ -161,11 +161,10 @@ class ModelFields(Config):
 class ModelConfig(ModelFields):
     """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
 
-    added_tokens: tuple[int, ...] = Field(
-        (),
-        max_length=4,
-        description="Tokens that a run has and its imported base has not. No text has them, and "
-        "they have no probability.",
+    adds_padding: bool = Field(
+        False,
+        description="Whether the last row is padding, and not one of the imported base. No text "
+        "has it, and it has no probability. Without such a row, padding is token 3.",
     )
     transformers_config: str | None = Field(
         None,
@@ -175,8 +174,6 @@ class ModelConfig(ModelFields):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not all(0 <= token < self.vocabulary_size for token in self.added_tokens):
-            raise ValueError(f"added_tokens {self.added_tokens} are not in the vocabulary")
         if (self.family == "transformers") != (self.transformers_config is not None):
             raise ValueError("family transformers is for imported bases; name one with base")
         if self.head_width is None and self.hidden_size % self.head_count:
@@ -210,6 +207,23 @@ class ModelConfig(ModelFields):
     def without_adapters(self) -> ModelConfig:
         """The same model without adapters, which is their base."""
         return self.model_copy(update={"adapters": None})
+
+    @property
+    def with_padding(self) -> ModelConfig:
+        """The model of a run whose base is a checkpoint of this one: a row of padding is added."""
+        size = self.vocabulary_size + 1
+        return self.model_copy(update={"vocabulary_size": size, "adds_padding": True})
+
+    @property
+    def without_padding(self) -> ModelConfig:
+        """The model of a checkpoint that is exported: without a row of padding that was added."""
+        size = self.vocabulary_size - self.adds_padding
+        return self.model_copy(update={"vocabulary_size": size, "adds_padding": False})
+
+    @property
+    def padding_token(self) -> int:
+        """What fills up rows of tokens. It is never a target."""
+        return self.vocabulary_size - 1 if self.adds_padding else PAD_TOKEN
 
     @property
     def width_of_head(self) -> int:

@@ -150,17 +150,6 @@ class BaseSource(Config):
 
     name: str = Field(pattern=BASE_NAME_PATTERN, description="What the Hugging Face Hub calls it.")
     files: tuple[BaseFile, ...] = Field(min_length=1, max_length=256)
-    rows: tuple[tuple[int, int], ...] = Field(
-        max_length=1024,
-        description="Rows of its embedding, (first, count), in the order of the run's tokenizer; "
-        "-1 stands for new rows, the mean of all.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if any(first < -1 or count < 1 for first, count in self.rows):
-            raise ValueError("rows must be (first, count), first -1 or more and count 1 or more")
-        return self
 
 
 class RoutingPlan(Config):
@@ -215,11 +204,6 @@ class RunPlan(Config):
         check_adapters(self.model, self.grid, self.inner)
         if (self.model.adapters is None) != (self.base_source is None):
             raise ValueError("base_source is for a run with adapters, which cannot be without it")
-        rows = sum(count for _, count in self.base_source.rows) if self.base_source else 0
-        if rows and rows != self.model.vocabulary_size:
-            raise ValueError(
-                f"base_source has {rows} rows for {self.model.vocabulary_size} tokens of the model"
-            )
         return self
 
     @model_validator(mode="after")

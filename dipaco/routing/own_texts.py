@@ -165,6 +165,7 @@ def open_own_texts(
             sequence_length=plan.model.sequence_length,
             prefix_tokens=plan.routing.prefix_tokens,
             vocabulary_size=plan.model.vocabulary_size,
+            padding=plan.model.padding_token,
             marked=holds_chats(corpus),
         )
         said = [_files_of(corpus), _settings_of(plan), corpus.model_dump(mode="json")]

@@ -201,10 +201,11 @@ class RunFolder:
     def tokenizer(self, plan: RunPlan) -> Tokenizer:
         """Return the tokenizer. Raises IntegrityError if it has more pieces than the model."""
         tokenizer = read_tokenizer(self.blobs.read(plan.blobs.tokenizer))
-        if tokenizer.vocabulary_size > plan.model.vocabulary_size:
+        rows = plan.model.without_padding.vocabulary_size
+        if tokenizer.vocabulary_size > rows:
             raise IntegrityError(
                 f"the tokenizer of {self.path} has {tokenizer.vocabulary_size} pieces, the model "
-                f"only {plan.model.vocabulary_size}; prepare the run again"
+                f"only {rows}; prepare the run again"
             )
         return tokenizer
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.files import link_or_copy, sha256_of_file
-from dipaco.protocol.config import PAD_TOKEN, Config
+from dipaco.protocol.config import Config
 from dipaco.protocol.plan import PathShard, ShardIndex
 from dipaco.routing.new_files import NewFiles
 from dipaco.routing.tokens.token_corpus import Mapped, TokenCorpus
@@ -86,6 +86,8 @@ class RowShape:
     prefix_tokens: int
     """Tokens at the beginning of a document that routing sees, and that are not scored."""
     vocabulary_size: int
+    padding: int
+    """The token that fills rows up."""
     marked: bool = False
     """Whether documents are chats: they share rows only as a whole (`pack_documents`), and rows
     without a token to be learned are left out."""
@@ -199,7 +201,7 @@ class ShardBuilder:
             content = self._trained(document) if part == "train" else self._windows(document)
             learned = 0
             if self._shape.marked:
-                learned = int(((content >= 0) & (content != PAD_TOKEN)).sum())
+                learned = int(((content >= 0) & (content != self._shape.padding)).sum())
             content = content.astype(self._dtype).reshape(-1)
             for path in chosen:
                 pieces.setdefault(path, []).append(content)
@@ -216,7 +218,7 @@ class ShardBuilder:
         which something is to be learned, each with one token of padding behind it."""
         if not self._shape.marked:
             return document
-        separator = np.array([PAD_TOKEN], self._dtype)
+        separator = np.array([self._shape.padding], self._dtype)
         parts: list[np.ndarray] = [np.empty(0, self._dtype)]
         for start in range(0, len(document), self._shape.sequence_length):
             piece = np.array(document[start : start + self._shape.sequence_length])
@@ -227,11 +229,12 @@ class ShardBuilder:
         return np.concatenate(parts)
 
     def _windows(self, document: np.ndarray) -> np.ndarray:
-        rows = scoring_windows(document, self._shape.sequence_length, self._shape.prefix_tokens)
+        prefix, padding = self._shape.prefix_tokens, self._shape.padding
+        rows = scoring_windows(document, self._shape.sequence_length, prefix, padding)
         if not self._shape.marked:
             return rows
-        scored = rows[:, self._shape.prefix_tokens :]
-        return rows[((scored >= 0) & (scored != PAD_TOKEN)).any(axis=1)]
+        scored = rows[:, prefix:]
+        return rows[((scored >= 0) & (scored != padding)).any(axis=1)]
 
     def _complete(self, part: Part, path: int) -> None:
         """Give a file whole rows."""
@@ -246,15 +249,16 @@ class ShardBuilder:
             self._files.cut(name, rows * self._row_bytes)
         else:
             missing = (self._row_bytes - rest) // self._dtype.itemsize
-            self._files.append(name, np.full(missing, PAD_TOKEN, self._dtype).tobytes())
+            self._files.append(name, np.full(missing, self._shape.padding, self._dtype).tobytes())
 
     def _packed(self, path: int) -> np.ndarray:
         """Return the rows of a training file of chats."""
         tokens = np.fromfile(self._files.folder / _name("train", path), self._dtype)
-        ends = np.flatnonzero(tokens == PAD_TOKEN)
+        ends = np.flatnonzero(tokens == self._shape.padding)
         lengths = np.diff(ends, prepend=-1) - 1
         packed = pack_documents(lengths, self._shape.sequence_length)
-        rows = np.full((len(packed), self._shape.sequence_length), PAD_TOKEN, self._dtype)
+        shape = (len(packed), self._shape.sequence_length)
+        rows = np.full(shape, self._shape.padding, self._dtype)
         for row, documents in zip(rows, packed, strict=True):
             start = 0
             for index in documents:

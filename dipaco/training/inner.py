@@ -154,7 +154,7 @@ class InnerLoop:
         leave an update out, and nobody waits for a GPU. With 8 bits bitsandbytes waits after each
         tensor. Raises `ConfigurationError` when not even one sequence fits in memory.
         """
-        targets = int(target_mask(tokens).sum())
+        targets = int(target_mask(tokens, self.model.config.padding_token).sum())
         if targets == 0:
             raise ValueError("a batch needs at least one token to predict")
         loss = self._backward_in_memory(tokens, targets)
@@ -236,7 +236,8 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
             tokens = sent(piece, self.device)
-            seen = documents_apart(tokens) if apart else None
+            padding = self.model.config.padding_token
+            seen = documents_apart(tokens, padding) if apart else None
             rotation = rotation_of(self.model.config, tokens.shape[1], self.device)
             hidden = blocks(tokens, seen, rotation)
             gradients: list[torch.Tensor] = []

@@ -12,7 +12,6 @@ import torch
 from dipaco.modules.device import autocast_for, sent
 from dipaco.modules.memory import AtOnce
 from dipaco.modules.transformer import PathModel, target_mask, token_losses
-from dipaco.protocol.config import PAD_TOKEN
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def row_losses(
 
     def score(sequences: int) -> int:
         stop = min(start + sequences, len(tokens))
-        batch = _without_padding(_as_int64(tokens[start:stop]))
+        batch = _without_padding(_as_int64(tokens[start:stop]), model.config.padding_token)
         losses[start:stop], counts[start:stop] = _score_batch(model, batch, skip_tokens, device)
         return stop
 
@@ -107,16 +106,16 @@ def _as_int64(rows: Rows) -> torch.Tensor:
     return torch.from_numpy(np.array(rows, dtype=np.int64))
 
 
-def _without_padding(batch: torch.Tensor) -> torch.Tensor:
+def _without_padding(batch: torch.Tensor, padding: int) -> torch.Tensor:
     """Cut off the columns at the end that are padding in all rows."""
-    used = (batch != PAD_TOKEN).any(dim=0).nonzero()
+    used = (batch != padding).any(dim=0).nonzero()
     return batch[:, : int(used[-1]) + 1] if len(used) else batch[:, :1]
 
 
 def _score_batch(
     model: PathModel, batch: torch.Tensor, skip_tokens: int, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray]:
-    mask = target_mask(batch, skip_tokens)
+    mask = target_mask(batch, model.config.padding_token, skip_tokens)
     counts = mask.sum(dim=1).numpy()
     if batch.shape[1] < 2 or not mask.any():
         return np.zeros(len(batch)), counts

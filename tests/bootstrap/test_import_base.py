@@ -1,4 +1,4 @@
-"""A run starts from a Llama checkpoint: ours come back bit for bit, others are renumbered."""
+"""A run starts from a Llama checkpoint, whose tokens and rows it takes as they are."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
-from dipaco.bootstrap.import_base import ImportedBase, number_pieces
+from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.run_config import load_run_config, read_run_toml
 from dipaco.inference import export_command
 from dipaco.inference.export.exporter import Exporter
@@ -68,7 +68,7 @@ def test_an_exported_path_comes_back_as_the_base(exported, tmp_path):
     tokens = torch.arange(32)[None]
     with torch.no_grad():
         expected = assemble_path(source, 1)(tokens)
-        assert torch.equal(run.base_model(plan)(tokens), expected)
+        assert torch.equal(run.base_model(plan)(tokens)[..., :-1], expected)
     assert prepared(tmp_path)[1] == plan
 
 
@@ -170,7 +170,7 @@ def foreign(tmp_path):
     return checkpoint, model
 
 
-def test_a_llama_without_padding_is_renumbered(foreign, tmp_path):
+def test_a_llama_keeps_its_numbers(foreign, tmp_path):
     checkpoint, model = foreign
     assert (checkpoint / "model.safetensors.index.json").exists()
     run, plan = prepared(tmp_path)
@@ -180,13 +180,12 @@ def test_a_llama_without_padding_is_renumbered(foreign, tmp_path):
     text = "  ba du\n\nx"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     theirs = SentencePieceProcessor(model_file=str(checkpoint / "tokenizer.model"))
-    ids = theirs.encode("ba du ba")
-    assert [token - 1 for token in tokenizer.encode(" ba du ba")] == ids
+    tokens = torch.tensor([tokenizer.beginning(" ba du ba")])
+    assert tokens[0].tolist() == [theirs.bos_id(), *theirs.encode("ba du ba")]
     with torch.no_grad():
-        expected = model(torch.tensor([[1, *ids]])).logits
-        found = run.base_model(plan)(torch.tensor([[1, *(token + 1 for token in ids)]]))
-    torch.testing.assert_close(found[..., 4:], expected[..., 3:], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found[..., :3], expected[..., :3], atol=1e-4, rtol=1e-4)
+        expected, found = model(tokens).logits, run.base_model(plan)(tokens)
+    torch.testing.assert_close(found[..., :-1], expected, atol=1e-4, rtol=1e-4)
+    assert torch.isneginf(found[..., plan.model.padding_token]).all()
 
 
 def test_rows_without_a_piece_have_no_text(foreign, tmp_path):
@@ -211,7 +210,7 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(exported, tmp_path):
     shutil.copy(exported[1] / "tokenizer.model", checkpoint)
     run, plan = prepared(tmp_path)
     ours = run.tokenizer(plan)
-    assert ours.vocabulary_size == plan.model.vocabulary_size == 324
+    assert ours.vocabulary_size == plan.model.vocabulary_size - 1 == 322
     assert ours.special_names[2] == "<|im_end|>"
     assert ours.chat_template == tokenizer.chat_template
     source = DiskSource(run.path, SourceSettings(allow_genesis=True))
@@ -236,19 +235,17 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(exported, tmp_path):
         (checkpoint / "added_tokens.json").unlink(missing_ok=True)
 
 
-def test_special_pieces_elsewhere_are_moved(tmp_path):
-    file = foreign_tokenizer(tmp_path, pad_id=0, unk_id=3, bos_id=7, eos_id=2)
-    numbered = number_pieces(file.read_bytes(), "it")
-    assert numbered.order[:4] == (3, 7, 2, 0)
-    assert sorted(numbered.order) == list(range(320))
-    ours, theirs = read_tokenizer(numbered.model), SentencePieceProcessor(model_file=str(file))
-    ids = [numbered.order[token] for token in ours.encode(" ba du")]
-    assert ids == theirs.encode("ba du")
+def test_special_pieces_may_be_anywhere(foreign):
+    checkpoint, _ = foreign
+    file = foreign_tokenizer(checkpoint, pad_id=0, unk_id=3, bos_id=7, eos_id=2)
+    ours, theirs = read_tokenizer(ImportedBase(checkpoint).tokenizer), SentencePieceProcessor(model_file=str(file))
+    assert (ours.begin, ours.end, ours.padding, ours.never_chosen) == ((7,), 2, 0, (3, 7, 0))
+    assert ours.encode(" ba du") == theirs.encode("ba du")
 
 
 def test_a_tokenizer_that_fits_is_left_alone(exported):
     model = (exported[1] / "tokenizer.model").read_bytes()
-    assert number_pieces(model, "it").model == model
+    assert ImportedBase(exported[1]).tokenizer == model
 
 
 def test_a_model_file_is_used_as_it_is(foreign, tmp_path):
@@ -261,10 +258,17 @@ def test_a_model_file_is_used_as_it_is(foreign, tmp_path):
         load_run_config(write_run(tmp_path, TOML))
     toml = f'{TOML}[tokenizer]\nmodel_file = "own/tokenizer.model"\n'
     config = load_run_config(write_run(tmp_path, toml))
-    assert config.model.vocabulary_size == 323
+    assert config.model.vocabulary_size == 324
     imported = ImportedBase(checkpoint, own_tokenizer=False)
     assert imported.tokenizer is None
-    assert imported.parameters()["lm_head.weight"].shape == (323, 16)
+    assert imported.parameters()["lm_head.weight"].shape == (324, 16)
+
+
+def test_a_model_file_without_a_base_needs_padding(tmp_path):
+    foreign_tokenizer(tmp_path)
+    own = "[tokenizer]\nmodel_file = 'tokenizer.model'\n[model]\nvocabulary_size = 320\n"
+    with pytest.raises(ConfigurationError, match=r"has no padding at 3, .* train it with pad_id=3"):
+        prepared(tmp_path, TOML.replace('base = "checkpoint"\n', "") + own)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap import bootstrap_command
 from dipaco.modules.marked_tokens import plain_tokens
-from dipaco.protocol.config import END_TOKEN, PAD_TOKEN
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_corpus import TokenCorpus
@@ -39,28 +38,29 @@ def test_shards_hold_whole_chats_and_what_is_learned(run):
     plan = folder.plan()
     index, tokenizer = folder.shard_index(plan), folder.tokenizer(plan)
     assert index.marked
+    padding = plan.model.padding_token
     chats = learned = 0
     first = ~np.array(tokenizer.encode_marked("<|im_start|>system\n"))
     for path in range(4):
         rows = folder.train_tokens(plan, path)
         assert len(rows) == index.paths[path].train_sequences > 0
-        assert ((rows >= 0) & (rows != PAD_TOKEN)).any(axis=1).all()
+        assert ((rows >= 0) & (rows != padding)).any(axis=1).all()
         for row in rows:
-            for document in np.split(row, np.flatnonzero(row == PAD_TOKEN)):
-                document = document[document != PAD_TOKEN]
+            for document in np.split(row, np.flatnonzero(row == padding)):
+                document = document[document != padding]
                 if not len(document):
                     continue
                 chats += np.array_equal(document[: len(first)], first)
                 answers = document[document >= 0]
                 learned += len(answers)
-                for answer in np.split(answers, np.flatnonzero(answers == END_TOKEN) + 1)[:-1]:
+                for answer in np.split(answers, np.flatnonzero(answers == tokenizer.end) + 1)[:-1]:
                     assert tokenizer.decode(answer.tolist())[-1:] in ("7", "8", "")
                 read = document[document < 0]
                 text = tokenizer.decode((~read).tolist())
                 assert "7" not in text
                 assert "8" not in text
         held_out = folder.validation_tokens(plan, path)
-        assert ((held_out >= 0) & (held_out != PAD_TOKEN))[:, 8:].any(axis=1).all()
+        assert ((held_out >= 0) & (held_out != padding))[:, 8:].any(axis=1).all()
     assert chats == sum(shard.train_documents for shard in index.paths) > 100
     [made] = (folder.path / "work/shards").glob("*/made.json")
     assert sum(one["tokens"] for one in json.loads(made.read_text())["summaries"]) > learned > 1000

@@ -10,16 +10,15 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference.export.checkpoint import checkpoint_files, in_file_order, save_tensors
+from dipaco.inference.export.checkpoint import checkpoint_files, save_tensors, without_padding
 from dipaco.inference.export.exporter import Exporter
 from dipaco.inference.export.form import ExportForm
-from dipaco.inference.export.tokenizer_files import file_rows
 from dipaco.inference.generate import generate_tokens
 from dipaco.inference.options import SamplingSettings
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.transformer import PathModel, token_losses
-from dipaco.protocol.config import END_TOKEN, PAD_TOKEN, AdaptersConfig, InnerConfig
+from dipaco.protocol.config import AdaptersConfig, InnerConfig
 from dipaco.routing.documents.chats import Message
 from dipaco.routing.tokens.chat_tokens import ChatEncoder
 from dipaco.routing.tokens.kinds import read_tokenizer
@@ -48,20 +47,13 @@ class Pair:
         self.model = PathModel(self.base.model).eval()
         self.model.load_state_dict(self.base.parameters())
 
-    def numbers(self, tokens):
-        return [self.tokenizer.file_number(token) for token in tokens]
-
-    def columns(self):
-        """The run's token of each of their rows."""
-        return self.tokenizer.run_tokens(range(self.theirs.config.vocab_size))
-
 
 @torch.no_grad()
 def difference(pair, model, theirs):
     """How far log-probabilities of every token behind a text are apart."""
-    tokens = pair.tokenizer.beginning(TEXT)
-    found = model(torch.tensor([tokens]))[0].log_softmax(-1)[:, pair.columns()]
-    expected = theirs(torch.tensor([pair.numbers(tokens)])).logits[0].float().log_softmax(-1)
+    tokens = torch.tensor([pair.tokenizer.beginning(TEXT)])
+    expected = theirs(tokens).logits[0].float().log_softmax(-1)
+    found = model(tokens)[0].log_softmax(-1)[:, : expected.shape[1]]
     return float((found - expected).abs().max())
 
 
@@ -69,20 +61,20 @@ def difference(pair, model, theirs):
 def test_every_token_is_as_likely_as_in_transformers(family, tmp_path):
     pair = Pair(tmp_path / "base", family)
     assert difference(pair, pair.model, pair.theirs) < 1e-5
-    # What the run has beside these is never a target, and never likely.
+    # Padding, which the run has beside these, is never a target, and never likely.
     with torch.no_grad():
         chances = pair.model(torch.tensor([pair.tokenizer.beginning(TEXT)]))[0].softmax(-1)
-    assert not chances[:, list(pair.base.model.added_tokens)].any()
-    assert len(pair.base.model.added_tokens) + len(pair.columns()) == chances.shape[1]
+    assert not chances[:, pair.base.model.padding_token].any()
+    assert pair.base.model.padding_token == pair.theirs.config.vocab_size == chances.shape[1] - 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_and_a_chat_have_the_tokens_that_they_have_elsewhere(family, tmp_path):
     pair = Pair(tmp_path / "base", family)
     for text in HARD_TEXTS[1:]:
-        assert pair.numbers(pair.tokenizer.beginning(text)) == pair.auto(text).input_ids
+        assert pair.tokenizer.beginning(text) == pair.auto(text).input_ids
         document = pair.tokenizer.document_tokens(text)
-        assert pair.numbers(document) == [*pair.auto(text).input_ids, pair.auto.eos_token_id]
+        assert document == [*pair.auto(text).input_ids, pair.auto.eos_token_id]
     # Something comes before the first token of every text.
     assert len(pair.tokenizer.beginning("")) == 1
 
@@ -90,11 +82,10 @@ def test_a_text_and_a_chat_have_the_tokens_that_they_have_elsewhere(family, tmp_
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_loss_is_that_of_transformers(family, tmp_path):
     pair = Pair(tmp_path / "base", family)
-    tokens = pair.tokenizer.document_tokens(TEXT)
-    numbers = torch.tensor([pair.numbers(tokens)])
+    tokens = torch.tensor([pair.tokenizer.document_tokens(TEXT)])
     with torch.no_grad():
-        found = token_losses(pair.model, torch.tensor([tokens])).mean()
-        expected = pair.theirs(numbers, labels=numbers).loss
+        found = token_losses(pair.model, tokens).mean()
+        expected = pair.theirs(tokens, labels=tokens).loss
     assert abs(float(found - expected)) < 1e-5
 
 
@@ -103,7 +94,8 @@ def test_a_loss_is_that_of_transformers(family, tmp_path):
 def test_an_end_of_a_fifth_is_learned_as_a_fifth_and_exported_so(family, tied, trained, tmp_path):
     pair = Pair(tmp_path / "base", family, tie_word_embeddings=tied, final_norm=6.0)
     a, b, c = pair.tokenizer.beginning(TEXT)[:3]
-    batch = torch.tensor([[a, b, END_TOKEN, PAD_TOKEN]] * 4 + [[a, b, c, END_TOKEN]] * 16)
+    end, padding = pair.tokenizer.end, pair.base.model.padding_token
+    batch = torch.tensor([[a, b, end, padding]] * 4 + [[a, b, c, end]] * 16)
     if trained == "adapters":
         adapters = AdaptersConfig(rank=8, base_format="float32")
         run = make_tiny_run(tmp_path / "run", imported=pair.base, adapters=adapters)
@@ -116,16 +108,15 @@ def test_an_end_of_a_fifth_is_learned_as_a_fifth_and_exported_so(family, tied, t
     losses = [loop.step(batch, step) for step in range(400)]
     with torch.no_grad():
         chances = model(torch.tensor([[a, b, c]]))[0].softmax(-1)
-    assert abs(float(chances[1, END_TOKEN]) - 0.2) < 0.02
-    assert float(chances[2, END_TOKEN]) > 0.95
+    assert abs(float(chances[1, end]) - 0.2) < 0.02
+    assert float(chances[2, end]) > 0.95
     # Of the three targets of a row only whether it ends at once is left open.
     assert losses[-1] < 0.22
-    rows = file_rows(pair.base.tokenizer)
     folder = tmp_path / "export"
     folder.mkdir()
     for name, content in checkpoint_files(model.config, pair.base.tokenizer, torch.float32).items():
         (folder / name).write_bytes(content)
-    tensors = ((name, in_file_order(name, tensor, rows)) for name, tensor in model.iterate_whole())
+    tensors = ((name, without_padding(name, tensor, model.config)) for name, tensor in model.iterate_whole())
     save_tensors(tensors, folder / "model.safetensors", torch.float32)
     assert difference(pair, model, AutoModelForCausalLM.from_pretrained(folder)) < 1e-4
 
@@ -134,7 +125,7 @@ def test_an_end_of_a_fifth_is_learned_as_a_fifth_and_exported_so(family, tied, t
 
 
 def names(tokenizer, tokens):
-    return {tokenizer._marked.id_to_token(tokenizer.file_number(token)) for token in tokens}
+    return {tokenizer._marked.id_to_token(token) for token in tokens}
 
 
 PHI = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}{{ eos_token }}"
@@ -169,7 +160,7 @@ def test_an_answer_is_learned_up_to_the_end_of_its_turn(tmp_path):
     encoder.close()
     learned = tokens[tokens >= 0].tolist()
     assert learned == tokenizer.encode_marked("du<|im_end|>he<|im_end|>")
-    assert END_TOKEN not in learned
+    assert tokenizer.end not in learned
 
 
 def test_an_answer_ends_alike_everywhere(tmp_path):
@@ -196,11 +187,10 @@ def test_an_answer_ends_alike_everywhere(tmp_path):
     source = DiskSource(run.path, SourceSettings(allow_genesis=True, context_length=64))
     tokenizer = source.tokenizer()
     tokens = asked_tokens(tokenizer, "ba du")
-    assert [*map(tokenizer.file_number, tokens)] == asked.input_ids[0].tolist()
+    assert tokens == asked.input_ids[0].tolist()
     made = generate_tokens(assemble_path(source, 0), tokens, SamplingSettings(max_tokens=12, temperature=0))
     made = [*made]
-    end = tokenizer.run_tokens([turn_end])[0]
-    length = made.index(end)
+    length = made.index(turn_end)
     assert 0 < length < len(made)
     wanted = tokenizer.decode(made[:length])
     assert greedy_text(source, 0, tokens, 12) == wanted
@@ -210,7 +200,7 @@ def test_an_answer_ends_alike_everywhere(tmp_path):
         **asked, max_new_tokens=12, do_sample=False
     )
     numbers = found[0, asked.input_ids.shape[1] :].tolist()
-    assert tokenizer.run_tokens(numbers) == [*made[:length], end]
+    assert numbers == [*made[:length], turn_end]
 
     # The base alone goes on behind the end of a turn, so an adapter for it says what ends an answer.
     adapter = tmp_path / "adapter"
@@ -263,7 +253,7 @@ def test_text_without_such_names_has_the_tokens_of_transformers(family, tmp_path
     ids = pair.auto.apply_chat_template(chat, chat_template=CHATML, tokenize=False)
     if family == "llama":  # it has no such tokens
         ids = ids.replace("<|im_start|>", "<|begin_of_text|>").replace("<|im_end|>", "<|eot_id|>")
-    assert pair.numbers(pair.tokenizer.encode_marked(ids)) == pair.auto(ids, add_special_tokens=False).input_ids
+    assert pair.tokenizer.encode_marked(ids) == pair.auto(ids, add_special_tokens=False).input_ids
 
 
 def test_the_service_takes_no_name_in_a_message_for_a_token(tmp_path):

@@ -339,7 +339,7 @@ def test_paths_are_mixed(trained, damaged, tmp_path):
     for document in documents:
         tokens = np.array(router.tokenizer.document_tokens(document.text))
         best = router.nearest_paths([tokens], 4)[0].tolist()
-        rows = torch.from_numpy(scoring_windows(tokens, length, prefix).astype(np.int64))
+        rows = torch.from_numpy(scoring_windows(tokens, length, prefix, PAD_TOKEN).astype(np.int64))
         with torch.no_grad():
             logprobs = [assemble_path(source, p)(rows)[:, :-1].log_softmax(-1) for p in best]
         targets = rows[:, 1:, None]

@@ -10,7 +10,6 @@ from dipaco.inference import evaluate_command, export_command, generate_command
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.modules.transformer import token_losses
-from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.documents.chats import read_chat
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, routed_tokens
@@ -75,13 +74,14 @@ def test_a_path_is_chosen_by_what_is_read_before_the_first_answer(tmp_path, caps
     models = [assemble_path(source, path) for path in range(4)]
     encoder = ChatEncoder(source.tokenizer(), source.plan.routing.prefix_tokens)
     total, count, paths = 0.0, 0, set()
+    padding = source.plan.model.padding_token
     for number, row in enumerate(rows):
         found = encoder.encode(read_chat(row, "text", f"row {number}")).tokens
-        windows = scoring_windows(found, source.plan.model.sequence_length, 8)
+        windows = scoring_windows(found, source.plan.model.sequence_length, 8, padding)
         with torch.no_grad():
             plain = plain_tokens(torch.from_numpy(windows))
             nats = [token_losses(model, plain).double() for model in models]
-        scored = torch.from_numpy((windows >= 0) & (windows != PAD_TOKEN))[:, 1:]
+        scored = torch.from_numpy((windows >= 0) & (windows != padding))[:, 1:]
         scored[:, :7] = False
         read = int(scored[0].int().argmax()) if scored[0].any() else len(scored[0])
         path = min(range(4), key=lambda path: float(nats[path][0, :read].sum()))

@@ -19,6 +19,7 @@ from support.programs.service import trained_run
 from support.runs.tiny_run import TINY_VOCABULARY, tiny_documents
 
 GREEDY = SamplingSettings(temperature=0, max_tokens=20)
+NEVER = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,10 @@ def tokenizer(out):
 def test_greedy_generation_is_the_likeliest_token_each_time(model):
     prompt = [BEGIN_TOKEN, 40, 41, 42]
     tokens = list(prompt)
-    for token in generate_tokens(model, prompt, GREEDY):
+    for token in generate_tokens(model, prompt, GREEDY, ends={END_TOKEN}, never=NEVER):
         with torch.no_grad():
             logits = model(torch.tensor([tokens]))[0, -1]
-        logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = -torch.inf
+        logits[[*NEVER]] = -torch.inf
         assert logits[token] >= logits.max() - 1e-3
         tokens.append(token)
     assert len(tokens) > len(prompt)
@@ -91,9 +92,9 @@ def test_a_full_context_continues_from_its_newer_half(model):
 )
 def test_pieces_that_are_no_text_are_never_chosen(sampling):
     logits = torch.zeros(6)
-    logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = 100.0
+    logits[[*NEVER]] = 100.0
     generator = torch.Generator().manual_seed(0)
-    chosen = {choose_token(logits, sampling, generator) for _ in range(50)}
+    chosen = {choose_token(logits, sampling, generator, NEVER) for _ in range(50)}
     assert chosen <= {END_TOKEN, 4, 5}
     assert logits[PAD_TOKEN] == 100.0
 
@@ -135,7 +136,7 @@ def test_the_end_of_the_document_ends_generation(model, monkeypatch):
 
     chosen = []
     monkeypatch.setattr(generate, "choose_token", ending)
-    assert list(generate_tokens(model, [BEGIN_TOKEN], GREEDY)) == chosen[:4]
+    assert list(generate_tokens(model, [BEGIN_TOKEN], GREEDY, ends={END_TOKEN})) == chosen[:4]
 
 
 @settings(max_examples=60, deadline=None)

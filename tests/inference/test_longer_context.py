@@ -6,7 +6,7 @@ import torch
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate_command
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.protocol.config import END_TOKEN, AdaptersConfig
+from dipaco.protocol.config import AdaptersConfig
 from support.programs.service import run_with_adapters
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
@@ -32,14 +32,14 @@ def prompt(out):
 @torch.no_grad()
 def likeliest(source, tokens, count):
     """Continue without a cache: the whole text is read for each token."""
-    model, made = assemble_path(source, 1), list(tokens)
+    model, made, tokenizer = assemble_path(source, 1), list(tokens), source.tokenizer()
     for _ in range(count):
         logits = model(torch.tensor([made]))[0, -1]
-        logits[[0, 1, 3]] = -torch.inf
+        logits[list(tokenizer.never_chosen)] = -torch.inf
         made.append(int(logits.argmax()))
-        if made[-1] == END_TOKEN:
+        if made[-1] == tokenizer.end:
             break
-    return [token for token in made[len(tokens) :] if token != END_TOKEN]
+    return [token for token in made[len(tokens) :] if token != tokenizer.end]
 
 
 def test_generate_reads_it_too(out, prompt, capsys):

@@ -11,7 +11,7 @@ from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.compose import load_path
 from dipaco.modules.frozen_base import Nf4Weight
-from dipaco.modules.frozen_file import open_base, row_runs, write_base
+from dipaco.modules.frozen_file import open_base, write_base
 from dipaco.modules.layout import layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.memory import pass_bytes
 from dipaco.modules.state import genesis_state
@@ -30,7 +30,7 @@ def model_of(imported, base_format="bf16", rank=4):
 
 def base_in(folder, imported, model):
     file = folder / f"base-{model.adapters.base_format}"
-    write_base(imported.folder, imported.rows, model.adapters.base_format, file)
+    write_base(imported.folder, model.adapters.base_format, file)
     return file, sha256_of_file(file)
 
 
@@ -171,12 +171,6 @@ def test_another_base_is_refused_in_one_line(smollm2, tmp_path):
     file.write_bytes(content)
     with pytest.raises(IntegrityError, match=r"is not the base of this run: it has the SHA-256"):
         open_base(file, sha256, model)
-
-
-def test_rows_are_runs():
-    assert row_runs((2, 5, 5, None, None, 0, 1, 3)) == (
-        (2, 1), (5, 1), (5, 1), (-1, 2), (0, 2), (3, 1),
-    )  # fmt: skip
 
 
 def test_what_a_pass_keeps_is_as_estimated(smollm2, tmp_path):

@@ -38,11 +38,11 @@ RANK = 4
 
 def imported(folder, adapted=True, **more):
     values = read_llama_config(folder)
-    values |= {"vocabulary_size": 304, "added_tokens": [300, 301, 302, 303]}
+    values |= {"vocabulary_size": 301, "adds_padding": True}
     adapters = {"rank": RANK, "base_format": "float32"}
     config = parse_config(ModelConfig, values | {"adapters": adapters} | more, "it")
     file = folder / "base"
-    write_base(folder, [(0, 300), (-1, 4)], "float32", file)
+    write_base(folder, "float32", file)
     base = open_base(file, sha256_of_file(file), config)
     model = new_path(config if adapted else config.without_adapters, base).eval()
     if adapted:

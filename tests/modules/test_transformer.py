@@ -211,7 +211,7 @@ def test_uniform_logits_cost_the_log_of_the_vocabulary():
     tokens = tokens_of(2, 6)
     losses = token_losses(PathModel(config_of()), tokens)
     torch.testing.assert_close(losses, torch.full((2, 5), float(np.log(40))))
-    assert target_mask(tokens, 3).sum() == 2 * 3
+    assert target_mask(tokens, PAD_TOKEN, 3).sum() == 2 * 3
 
 
 @pytest.mark.parametrize(

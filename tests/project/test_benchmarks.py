@@ -193,7 +193,7 @@ def test_what_is_scored_can_be_whole_documents_of_domains(tmp_path, monkeypatch)
     changed = ChangedRun(run.path, {}, texts=tmp_path / "texts.gz")
     plan = changed.plan()
     texts = [changed.tokenizer(plan).document_tokens(document["text"]) for document in documents]
-    windows = [scoring_windows(tokens, 16, plan.routing.prefix_tokens) for tokens in texts]
+    windows = [scoring_windows(tokens, 16, plan.routing.prefix_tokens, 3) for tokens in texts]
     shards = [np.concatenate(windows[path::4]) for path in range(4)]
     monkeypatch.setattr(changed, "validation_tokens", lambda plan, path: shards[path])
     found = changed.scores({m: changed.genesis_state(plan, m) for m in modules_of(changed)})

@@ -241,7 +241,7 @@ def test_a_base_is_named_by_no_words_of_a_program(key_path, name):
     """An export's README shows the name inside a program that people copy."""
     values = make_plan().model_dump(mode="json")
     files = [{"name": "model.safetensors", "sha256": "0" * 64}]
-    values["base_source"] = {"name": name, "files": files, "rows": []}
+    values["base_source"] = {"name": name, "files": files}
     with pytest.raises(ManifestError, match=r"base_source\.name"):
         verify_manifest(resigned(key_path, values))
 

@@ -10,7 +10,6 @@ import pyarrow.parquet
 import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.protocol.config import END_TOKEN
 from dipaco.routing.documents.chats import Chat, Message
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, holds_chats, iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
@@ -224,7 +223,7 @@ def test_what_the_assistant_says_is_learned(encoders, template, chat, parts):
         expected += tokens if number % 2 else [~token for token in tokens]
     found = encoder.encode(chat)
     assert found.tokens.tolist() == expected
-    assert END_TOKEN in found.tokens
+    assert tokenizer.end in found.tokens
     # Whatever the template begins with, a chat is routed by what the user says first.
     assert found.beginning.tolist() == tokenizer.encode("Where?")[:8]
 

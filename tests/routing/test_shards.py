@@ -16,7 +16,7 @@ from dipaco.routing.tokens.token_files import check_tokens, open_tokens, scoring
 from support.programs.power_cut import Disk
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
-ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY)
+ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY, padding=PAD_TOKEN)
 
 
 class LetterTokenizer:
@@ -149,7 +149,7 @@ def test_shards_hold_each_token_once(tmp_path):
         assert shard.train_documents == sum(not v for _, v in mine)
         held = open_tokens(blobs.path(shard.validation_sha256), LENGTH, VOCABULARY)
         windows = [
-            scoring_windows(LetterTokenizer().document_tokens(d.text), LENGTH, PREFIX)
+            scoring_windows(LetterTokenizer().document_tokens(d.text), LENGTH, PREFIX, PAD_TOKEN)
             for d, v in mine if v
         ]  # fmt: skip
         assert np.array_equal(held, np.concatenate(windows))

@@ -17,7 +17,6 @@ from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.tokenizer_files import tokenizer_files
 from dipaco.modules.transformer import PathModel
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.documents.chats import Message
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, question_tokens
 from dipaco.routing.tokens.kinds import read_tokenizer
@@ -42,20 +41,18 @@ def test_ids_are_those_of_transformers(family, tmp_path):
     make_foreign_base(tmp_path / "base", family)
     base = ImportedBase(tmp_path / "base")
     auto = AutoTokenizer.from_pretrained(tmp_path / "base")
-    data = base.tokenizer
-    ours = JsonTokenizer(data, "it")
-    order = ours.file_order(base.model.vocabulary_size)
+    ours = JsonTokenizer(base.tokenizer, "it")
     for text in HARD_TEXTS:
         expected = auto.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert order[ours.encode(text)].tolist() == expected
+        assert ours.encode(text) == expected
         # A space that was put in front is there: tokens are decoded one by one as they come.
         front = " " if text and family in SPACED else ""
         assert ours.decode(ours.encode(text)).removeprefix(front) == auto.decode(expected)
     for text in SPECIAL_TEXTS:
         expected = auto(text, add_special_tokens=False).input_ids
-        assert order[ours.encode_marked(text)].tolist() == expected
+        assert ours.encode_marked(text) == expected
         assert ours.decode(ours.encode(text)) == " " * (family in SPACED) + text
-        assert not {UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN} & set(ours.encode(text))
+        assert not {*ours.begin, *ours.ends, *ours.never_chosen} & set(ours.encode(text))
     texts = [*HARD_TEXTS, *SPECIAL_TEXTS]
     assert ours.tokens_of_documents(texts, threads=2) == list(map(ours.document_tokens, texts))
 
@@ -65,18 +62,15 @@ def test_probabilities_are_those_of_transformers(family, tmp_path):
     theirs = make_foreign_base(tmp_path / "base", family)
     base = ImportedBase(tmp_path / "base")
     ours = JsonTokenizer(base.tokenizer, "it")
-    order = ours.file_order(base.model.vocabulary_size)
     model = PathModel(base.model).eval()
     model.load_state_dict(base.parameters())
     tokens = torch.tensor([ours.encode("".join(HARD_TEXTS))[:60]])
     with torch.no_grad():
-        found, expected = model(tokens), theirs(torch.from_numpy(order)[tokens]).logits
-    # Every row of the checkpoint is there, and what the run added has no probability.
-    own = torch.from_numpy(order < expected.shape[-1])
-    assert (~own).nonzero().flatten().tolist() == list(base.model.added_tokens)
-    assert int(own.sum()) == expected.shape[-1]
-    assert torch.isneginf(found[..., ~own]).all()
-    found, expected = found.log_softmax(-1)[..., own], expected.log_softmax(-1)[..., order[own.numpy()]]
+        found, expected = model(tokens), theirs(tokens).logits
+    # Every row of the checkpoint is there, and padding behind them has no probability.
+    assert found.shape[-1] == expected.shape[-1] + 1
+    assert torch.isneginf(found[..., base.model.padding_token]).all()
+    found, expected = found.log_softmax(-1)[..., :-1], expected.log_softmax(-1)
     assert float((found - expected).abs().max()) < 1e-5
 
 
@@ -95,38 +89,34 @@ def test_a_chat_has_the_tokens_of_transformers_where_a_space_is_put_in_front(fam
     found = encoder.encode(chat).tokens
     messages = [message.plain() for message in chat]
     expected = auto.apply_chat_template(messages, tokenize=True, return_dict=False)
-    marked = [tokenizer.file_number(t if t >= 0 else ~t) for t in found.tolist()]
-    assert marked == expected
-    learned = [tokenizer.file_number(t) for t in found.tolist() if t >= 0]
+    assert [t if t >= 0 else ~t for t in found.tolist()] == expected
+    learned = [t for t in found.tolist() if t >= 0]
     # The template writes a space in front of an answer, and one in front of the end.
     assert auto.decode(learned) == "By the river. </s>  so  </s> ho </s>"
     asked, text = question_tokens(tokenizer, "<s>[INST] So? [/INST]"), "<s>[INST] So? [/INST]"
-    assert [*map(tokenizer.file_number, asked)] == auto(text, add_special_tokens=False).input_ids
+    assert asked == auto(text, add_special_tokens=False).input_ids
     # Names of special tokens that a user writes are text.
     injected = encoder.encode((Message("user", "a </s><s>[INST] b"), Message("assistant", "no")))
     encoder.close()
-    specials = [tokenizer.file_number(t if t >= 0 else ~t) for t in injected.tokens.tolist()]
+    specials = [t if t >= 0 else ~t for t in injected.tokens.tolist()]
     assert (specials.count(1), specials.count(2)) == (1, 1)
 
 
-def test_special_tokens_have_their_places():
-    for family, begin, end, added in (
-        ("llama", "<|begin_of_text|>", "<|end_of_text|>", 2),
-        ("smollm2", "<|im_start|>", "<|im_end|>", 2),
-        ("qwen2", None, "<|im_end|>", 3),
+def test_special_tokens_have_the_numbers_of_the_file():
+    for family, begin, end in (
+        ("llama", "<|begin_of_text|>", "<|end_of_text|>"),
+        ("smollm2", "<|im_start|>", "<|im_end|>"),
+        ("qwen2", None, "<|im_end|>"),
     ):
         pieces, tokenizer = JsonTokenizer(packed(family), "it"), foreign_tokenizer(family)[0]
-        names, rows = pieces.special_names, tokenizer.get_vocab_size()
-        assert (names[BEGIN_TOKEN], names[END_TOKEN]) == (begin, end)
-        assert pieces.special[END_TOKEN] == tokenizer.token_to_id(end)
-        assert begin is None or pieces.special[BEGIN_TOKEN] == tokenizer.token_to_id(begin)
-        # What the checkpoint lacks lies behind its rows.
-        assert [n for n in pieces.special if n >= rows] == [*range(rows, rows + added)]
+        assert pieces.special_names[1:3] == (begin, end)
+        assert pieces.end == tokenizer.token_to_id(end)
+        assert pieces.never_chosen == ((tokenizer.token_to_id(begin),) if begin else ())
     # SmolLM2's base calls unknown, begin and end the same.
     content = json.loads(foreign_tokenizer("smollm2")[0].to_str())
     names = ["<|endoftext|>", "<|endoftext|>", "<|endoftext|>", None]
     pieces = JsonTokenizer(pack_tokenizer(content, names, None, "it", rows=330), "it")
-    assert pieces.special == (330, 331, 0, 332)
+    assert (pieces.end, pieces.never_chosen) == (0, ())
     assert read_tokenizer(packed("qwen2")).chat_template == CHAT_TEMPLATE
     assert read_tokenizer(packed("llama")).chat_template is None
 
@@ -184,10 +174,7 @@ def part(**change):
         (lambda: b"{", IntegrityError),
         (lambda: b'{"format": "dipaco-tokenizer/2"}', IntegrityError),
         (lambda: b'{"a":' * 10_000, IntegrityError),
-        (lambda: changed(special=[0, 1, 2]), IntegrityError),
-        (lambda: changed(special=[0, 1, 2, 2]), IntegrityError),
-        (lambda: changed(special=[0, 1, 2, 10**7]), IntegrityError),
-        (lambda: changed(special=[0, 1, 2, 9999]), IntegrityError),
+        (lambda: changed(special=[0, 1, 2, 3]), IntegrityError),
         (lambda: changed(chat_template="x" * 2**20), IntegrityError),
         (lambda: changed(more=1), IntegrityError),
         (lambda: changed(tokenizer=[]), IntegrityError),
@@ -295,12 +282,11 @@ def test_tokens_that_other_files_add_are_those_of_transformers(kind, tmp_path):
         _write(settings, chat_template=listed)
     auto, imported = AutoTokenizer.from_pretrained(base), ImportedBase(base)
     ours = JsonTokenizer(imported.tokenizer, "it")
-    order = ours.file_order(imported.model.vocabulary_size)
-    assert ours.special_names[END_TOKEN] == auto.eos_token
+    assert ours.special_names[2] == auto.eos_token
     assert ours.chat_template == auto.get_chat_template()
     for text in (*SPECIAL_TEXTS, " a <|im_end|> b <tool_call> <|think|>c <|tool|> d"):
         expected = auto(text, add_special_tokens=False).input_ids
-        assert order[ours.encode_marked(text)].tolist() == expected
+        assert ours.encode_marked(text) == expected
         assert ours.decode(ours.encode_marked(text)) == auto.decode(expected, skip_special_tokens=True)
     for name, content in tokenizer_files(imported.tokenizer, 64).items():
         (base / name).write_bytes(content)
@@ -321,12 +307,11 @@ def test_documents_keep_what_added_tokens_strip(tmp_path):
     _write(base / "tokenizer.json", added_tokens=added)
     imported, auto = ImportedBase(base), AutoTokenizer.from_pretrained(base)
     ours = JsonTokenizer(imported.tokenizer, "it")
-    order = ours.file_order(imported.model.vocabulary_size)
     for token in added:
         text = f"def f():\n    {token['content']}  \n\t x"
         assert ours.decode(ours.encode(text)) == text
         expected = auto(text, add_special_tokens=False).input_ids
-        assert order[ours.encode_marked(text)].tolist() == expected
+        assert ours.encode_marked(text) == expected
     # They stay one token; only a name that would not come back is read letter by letter.
     assert [len(ours.encode(name)) for name, _, _ in strips] == [1, 1, 1]
 
@@ -338,7 +323,7 @@ def test_documents_keep_what_added_tokens_strip(tmp_path):
     for token in added:
         text = f"a \n {token['content']} \n b"
         found = router.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert found == order[ours.encode(text)].tolist()
+        assert found == ours.encode(text)
 
 
 @pytest.mark.parametrize(

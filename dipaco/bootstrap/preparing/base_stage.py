@@ -21,7 +21,7 @@ class BaseStage(Stage):
     """Make the base model.
 
     Dense pretraining, of random or of imported parameters; with adapters the checkpoint as it is,
-    in the order of the run's tokens. A successor has the base of the run before; if that was dense
+    and a row of padding. A successor has the base of the run before; if that was dense
     and is not only given more paths, its trained model, which is a better reader of prefixes.
     """
 
@@ -53,7 +53,7 @@ class BaseStage(Stage):
             return [self.job.before.plan.blobs.base]
         if config.model.adapters is not None:
             assert imported is not None  # a RUN.toml with adapters names a base
-            return [imported.fingerprint, imported.rows, config.model.adapters.base_format]
+            return [imported.fingerprint, config.model.adapters.base_format]
         start = [] if imported is None else [imported.fingerprint]
         steps = [config.base_inner(), config.base.steps, config.seed]
         return [self._tokens[0].hash, config.model, *steps, *start]
@@ -74,7 +74,7 @@ class BaseStage(Stage):
                         f"to {base_format}: adapters are exact on the rounded base; base_format "
                         f"under [adapters] may be fp16 or float32"
                     )
-                write_base(self._imported.folder, self._imported.rows, base_format, file)
+                write_base(self._imported.folder, base_format, file)
                 return {"sha256": blobs.add_file(file, move=True)}
             steps = job.config.base.steps
             model = pretrain(

@@ -145,8 +145,14 @@ class TokenizerStage(Stage):
             return tokenizer
         if not path.is_file():
             raise ConfigurationError(f"[tokenizer] model_file: there is no {path}")
-        pieces = read_tokenizer(path).vocabulary_size
-        if pieces > self.job.config.model.vocabulary_size:
+        given, model = read_tokenizer(path), self.job.config.model
+        if not model.adds_padding and model.padding_token not in given.never_chosen:
+            raise ConfigurationError(
+                f"{path} has no padding at {model.padding_token}, where a run without a base needs "
+                f"it; train it with pad_id={model.padding_token}"
+            )
+        pieces = given.vocabulary_size
+        if pieces > model.without_padding.vocabulary_size:
             raise ConfigurationError(
                 f"{path} has {pieces} pieces; write vocabulary_size = {pieces} under [model]"
             )

@@ -155,7 +155,7 @@ class RouterStage(Stage):
         config, before, [sample] = self.job.config, self.job.before, self._samples
         assert before is not None  # checked before anything was made
         origins = scored_origins(self.job, before)
-        rows = document_rows(sample.documents(), config.model.sequence_length)
+        rows = document_rows(sample.documents(), config.model.sequence_length, config.model)
         scores = ScoresStage(self.job, before, rows, origins, config.router.prefix_tokens)
         return np.stack([scores.of(origin) for origin in origins], axis=1)
 
@@ -256,6 +256,7 @@ class ShardsStage(Stage):
             sequence_length=config.model.sequence_length,
             prefix_tokens=config.router.prefix_tokens,
             vocabulary_size=config.model.vocabulary_size,
+            padding=config.model.padding_token,
             marked=tokens.corpus.holds_chats,
         )
         builder = ShardBuilder(

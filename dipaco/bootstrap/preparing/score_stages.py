@@ -17,7 +17,7 @@ import torch
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.modules.compose import load_path
-from dipaco.protocol.config import PAD_TOKEN
+from dipaco.protocol.config import ModelConfig
 from dipaco.training.scoring import row_losses
 
 from .corpus_stages import TokensStage
@@ -137,7 +137,9 @@ class NearestPath:
     @cached_property
     def path(self) -> int:
         sample = added_sample(self._job, self._before, self._tokens)
-        rows = document_rows(sample.beginnings()[:_COMPARED_DOCUMENTS], sample.prefix_tokens)
+        rows = document_rows(
+            sample.beginnings()[:_COMPARED_DOCUMENTS], sample.prefix_tokens, self._job.config.model
+        )
         paths = range(self._before.grid.path_count)
         shown = f"the path nearest to {self._tokens.corpus.name}"
         scores = ScoresStage(self._job, self._before, rows, paths, 0, self._tokens.part, shown)
@@ -150,11 +152,13 @@ def added_sample(job: Job, before: Predecessor, tokens: TokensStage) -> Sample:
     return Sample(tokens, router.prefix_tokens, router.training_documents, before.plan.seed)
 
 
-def document_rows(documents: Iterable[np.ndarray], sequence_length: int) -> np.ndarray:
-    """Cut or pad documents, each its tokens, to rows, int32 [N, sequence_length]."""
+def document_rows(
+    documents: Iterable[np.ndarray], sequence_length: int, model: ModelConfig
+) -> np.ndarray:
+    """Cut or pad documents, each its tokens, to rows for a `model`, int32 [N, sequence_length]."""
     rows = []
     for document in documents:
-        row = np.full(sequence_length, PAD_TOKEN, dtype=np.int32)
+        row = np.full(sequence_length, model.padding_token, dtype=np.int32)
         start = np.asarray(document[:sequence_length], dtype=np.int32)
         row[: len(start)] = start
         rows.append(row)

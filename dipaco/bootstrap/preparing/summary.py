@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from dipaco.modules.layout import parameter_counts
-from dipaco.protocol.config import PAD_TOKEN
 from dipaco.protocol.plan import RunPlan
 from dipaco.routing.routers.document_routing import prefix_features
 from dipaco.routing.routers.router import Prefixes
@@ -120,7 +119,7 @@ class Summary:
             goes_on = (windows[1:, :prefix] == windows[:-1, -prefix:]).all(axis=1)
             begins = windows[:, :prefix][np.append(True, ~goes_on)[: len(windows)]][:each]
             rows = np.asarray(begins, dtype=np.int64)
-            found += [row[row != PAD_TOKEN] for row in rows]
+            found += [row[row != self.plan.model.padding_token] for row in rows]
         return found
 
     def _say_how_to_start(self, *, is_new: bool) -> None:

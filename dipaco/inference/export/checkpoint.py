@@ -16,7 +16,6 @@ from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.protocol.config import ModelConfig
 
 from .tokenizer_files import (
-    file_rows,
     generation_settings,
     json_bytes,
     special_numbers,
@@ -29,9 +28,7 @@ GENERATION_FILE = "generation_config.json"
 def checkpoint_files(model: ModelConfig, tokenizer: bytes, dtype: torch.dtype) -> dict[str, bytes]:
     """Return the small files of a checkpoint, by name: configuration and tokenizer. Those of an
     imported base say what its own said."""
-    rows = file_rows(tokenizer)
-    size = model.vocabulary_size if rows is None else len(rows)
-    config = {**llama_config(model, dtype), "vocab_size": size, **special_numbers(tokenizer)}
+    config = llama_config(model.without_padding, dtype) | special_numbers(tokenizer)
     return {
         CONFIG_FILE: json_bytes(config),
         GENERATION_FILE: json_bytes(generation_settings(tokenizer)),
@@ -39,10 +36,10 @@ def checkpoint_files(model: ModelConfig, tokenizer: bytes, dtype: torch.dtype) -
     }
 
 
-def in_file_order(name: str, tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return a parameter as the file has it. `rows` are the tokens of the run in the order of the
-    tokenizer's file, None if that is the run's own."""
-    return tensor if rows is None or name not in (EMBEDDING, HEAD) else tensor[rows]
+def without_padding(name: str, tensor: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Return a parameter as a checkpoint has it: without a row of padding that the run added."""
+    rows = model.without_padding.vocabulary_size
+    return tensor[:rows] if name in (EMBEDDING, HEAD) else tensor
 
 
 def save_tensors(

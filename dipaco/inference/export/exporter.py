@@ -25,8 +25,8 @@ from .adapter_peft import write_peft
 from .checkpoint import (
     GENERATION_FILE,
     checkpoint_files,
-    in_file_order,
     save_tensors,
+    without_padding,
     write_index,
 )
 from .export_folder import note_of, read_note, whole_folder
@@ -34,7 +34,7 @@ from .form import ExportForm
 from .model_card import model_card
 from .path_gguf import GGUF_TYPES, check_gguf, gguf_name, modelfile, write_gguf
 from .rounding import Rounding, RoundingMeter
-from .tokenizer_files import ends_unsaid_by_base, file_rows, generation_settings, json_bytes
+from .tokenizer_files import ends_unsaid_by_base, generation_settings, json_bytes
 
 
 class Exporter:
@@ -50,7 +50,6 @@ class Exporter:
         self.dtype: torch.dtype = getattr(torch, "float32" if form.format == "gguf" else form.dtype)
         adapters = plan.model.adapters
         self._alpha = 0.0 if adapters is None else adapters.scale * adapters.rank
-        self._rows = file_rows(self.tokenizer)
         self._model: PathModel | None = None
         self._shards: dict[tuple[str, str], Path] = {}
         """The file of each module and digest of the paths written so far."""
@@ -147,13 +146,14 @@ class Exporter:
                 self._save(tensors.items(), folder / shard)
             for name, tensor in tensors.items():
                 weight_map[name] = shard
-                stored = in_file_order(name, tensor, self._rows)
+                stored = without_padding(name, tensor, self._plan.model)
                 total_bytes += self.dtype.itemsize * stored.numel()
         write_index(folder, weight_map, total_bytes)
 
     def _save(self, tensors: Iterable[tuple[str, torch.Tensor]], file: Path) -> None:
-        ordered = ((name, in_file_order(name, tensor, self._rows)) for name, tensor in tensors)
-        save_tensors(ordered, file, self.dtype)
+        model = self._plan.model
+        kept = ((name, without_padding(name, tensor, model)) for name, tensor in tensors)
+        save_tensors(kept, file, self.dtype)
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from dipaco.inference.sources import StateSource
 from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.layout import parameter_counts
-from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.config import GridConfig
 from dipaco.routing.routers.kinds import ROUTER_KINDS
 
 from .adapter_peft import written_rank
@@ -23,7 +23,6 @@ from .path_gguf import GGUF_TYPES, gguf_name, ollama_name
 from .rounding import Rounding
 from .tokenizer_files import (
     ends_unsaid_by_base,
-    file_rows,
     lack_of_transformers,
     names_are_text,
 )
@@ -89,7 +88,7 @@ def model_card(
         gguf_file=file,
         ollama_name=ollama_name(file),
         counts=parameter_counts(source.grid),
-        whole_path=_exported_parameters(model, tokenizer),
+        whole_path=base_parameter_count(model.without_padding),
         private=", ".join(_private_parts(plan.grid)),
         stored=form.dtype,
         rounding=rounding,
@@ -110,14 +109,6 @@ def escaped(text: str) -> str:
 def _of_hub(value: str, pattern: str) -> str | None:
     """Return what an operator said, if it is said in the Hub's words."""
     return value.lower() if re.fullmatch(pattern, value) else None
-
-
-def _exported_parameters(model: ModelConfig, tokenizer: bytes) -> int:
-    """Return how many parameters a whole path has, without rows that the run added to its base."""
-    rows = file_rows(tokenizer)
-    added = 0 if rows is None else model.vocabulary_size - len(rows)
-    tables = 1 if model.tied_embedding else 2
-    return base_parameter_count(model) - tables * added * model.hidden_size
 
 
 def _private_parts(grid: GridConfig) -> list[str]:

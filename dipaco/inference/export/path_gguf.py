@@ -17,12 +17,14 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
-from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
-from dipaco.routing.tokens.kinds import is_json
+from dipaco.modules.transformer import rotary_frequencies
+from dipaco.protocol.config import ModelConfig
+from dipaco.routing.tokens.kinds import is_json, read_tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 
-from .tokenizer_files import file_rows, json_pieces
+from .checkpoint import without_padding
+from .tokenizer_files import json_pieces
 
 # Its classes are made at import, where no type checker sees them.
 _sentencepiece_format: Any = sentencepiece_model_pb2
@@ -116,11 +118,11 @@ def write_gguf(
     stored: str,
     name: str,
 ) -> None:
-    """Write a path's parameters, by name in the order of the run's tokens, to `file`.
+    """Write a path's parameters, by name, to `file`.
 
-    A file without a tokenizer is for a program that gives tokens, which are the run's. `stored` is
-    one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf` does,
-    StorageError if the disk is full.
+    A file without a tokenizer is for a program that gives tokens. `stored` is one of `GGUF_TYPES`:
+    matrices have it, vectors are fp32. Raises what `check_gguf` does, StorageError if the disk is
+    full.
     """
     gguf = gguf_library()
     check_gguf(model, tokenizer)
@@ -131,13 +133,12 @@ def write_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_name(name)
     _add_model(writer, gguf, model)
-    rows = _add_tokenizer(writer, model.vocabulary_size, tokenizer)
-    writer.add_vocab_size(model.vocabulary_size if rows is None else len(rows))
+    rows = model.without_padding.vocabulary_size
+    _add_tokenizer(writer, rows, tokenizer)
+    writer.add_vocab_size(rows)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.family.upper()], model.block_count)
     for key, parameter in parameters:
-        values = parameter.detach().to("cpu", torch.float32)
-        if key in (EMBEDDING, HEAD) and rows is not None:
-            values = values[rows]
+        values = without_padding(key, parameter.detach(), model).to("cpu", torch.float32)
         array = paired(key, values, model).numpy()
         found = names.get_name(key, try_suffixes=(".weight", ".bias"))
         add_tensor(writer, gguf, found, array, stored)
@@ -239,18 +240,14 @@ def add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str
         writer.add_tensor(name, half)
 
 
-def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> torch.Tensor | None:
-    """Write the tokenizer; return which of the run's tokens stands in each row, if not the same."""
+def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> None:
+    """Write the tokenizer of an embedding with so many rows."""
     if tokenizer is None:
         writer.add_tokenizer_model("none")
-        return None
-    if not is_json(tokenizer):
+    elif is_json(tokenizer):
+        _add_byte_level(writer, rows, json_pieces(tokenizer))
+    else:
         _add_sentencepiece(writer, rows, tokenizer)
-        return None
-    stored = file_rows(tokenizer)
-    assert stored is not None
-    _add_byte_level(writer, len(stored), json_pieces(tokenizer))
-    return stored
 
 
 def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
@@ -266,7 +263,7 @@ def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
     writer.add_token_types(types)
     writer.add_add_space_prefix(bool(proto.normalizer_spec.add_dummy_prefix))
     writer.add_remove_extra_whitespaces(bool(proto.normalizer_spec.remove_extra_whitespaces))
-    _add_specials(writer, (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN), begins=True)
+    _add_specials(writer, read_tokenizer(tokenizer), tokens)
 
 
 def _add_byte_level(writer: Any, rows: int, pieces: JsonTokenizer) -> None:
@@ -284,13 +281,8 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonTokenizer) -> None:
     writer.add_token_types(types)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     writer.add_add_space_prefix(False)
-    numbers = {token: number for number, token in enumerate(tokens)}
-    special = [None if name is None else numbers[name] for name in pieces.origin.names]
-    if pieces.begin:
-        # llama.cpp puts one token in front of a text, and calls that the begin.
-        special[BEGIN_TOKEN] = pieces.file_number(pieces.begin[0])
-    _add_specials(writer, special, begins=bool(pieces.begin))
-    ends = sorted(map(pieces.file_number, pieces.ends - {END_TOKEN}))
+    _add_specials(writer, pieces, tokens)
+    ends = sorted(pieces.ends - {pieces.end})
     ends.sort(key=lambda number: number != pieces.origin.turn_end)
     # llama.cpp has room for two beside that of a text, and knows many others by their names.
     for add, number in zip((writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False):
@@ -299,16 +291,22 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonTokenizer) -> None:
         writer.add_chat_template(pieces.chat_template)
 
 
-def _add_specials(writer: Any, special: Sequence[int | None], *, begins: bool) -> None:
+def _add_specials(writer: Any, tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
     """Name unknown, begin, end and padding, and say whether a text begins with the begin token."""
-    adders = (
-        writer.add_unk_token_id, writer.add_bos_token_id, writer.add_eos_token_id,
-        writer.add_pad_token_id,
-    )  # fmt: skip
-    for add, number in zip(adders, special, strict=True):
+    unknown, begin, end, padding = (
+        None if name is None else tokens.index(name) for name in tokenizer.special_names
+    )
+    if tokenizer.begin:
+        # llama.cpp puts one token in front of a text, and calls that the begin.
+        begin = tokenizer.begin[0]
+    named = {
+        writer.add_unk_token_id: unknown, writer.add_bos_token_id: begin,
+        writer.add_eos_token_id: end, writer.add_pad_token_id: padding,
+    }  # fmt: skip
+    for add, number in named.items():
         if number is not None:
             add(number)
-    writer.add_add_bos_token(begins)
+    writer.add_add_bos_token(bool(tokenizer.begin))
     writer.add_add_eos_token(False)
 
 

@@ -14,20 +14,17 @@ import numpy as np
 import safetensors.numpy
 import torch
 
-from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.inference.sources import StateSource
 from dipaco.modules.llama import CONFIG_FILE, WEIGHTS_FILE, llama_config
-from dipaco.protocol.config import END_TOKEN
-from dipaco.protocol.plan import BaseSource
 from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.routers.router import FeatureRouter, Prefixes
 from dipaco.routing.routers.simple_routers import LabelRouter
 from dipaco.routing.tokens.kinds import read_tokenizer
 
-from .checkpoint import in_file_order, save_tensors
+from .checkpoint import save_tensors, without_padding
 from .export_folder import note_of, read_note, whole_folder
-from .tokenizer_files import file_rows, json_bytes, tokenizer_files
+from .tokenizer_files import json_bytes, tokenizer_files
 
 _SCRIPT = Path(__file__).with_name("route.py.txt")
 _BASE_FOLDER = "base"
@@ -82,43 +79,21 @@ def _write_base(source: StateSource, folder: Path) -> None:
     if read_note(folder) == note:
         return
     tokenizer, model = source.blob(plan.blobs.tokenizer), plan.model
-    rows = file_rows(tokenizer)
     files = tokenizer_files(tokenizer, model.context, as_in_run=True)
-    config = llama_config(model, torch.float32)
-    if rows is not None:
-        config["vocab_size"] = len(rows)
+    config = llama_config(model.without_padding, torch.float32)
     # It neither ends nor pads texts, so its special tokens have no numbers.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     files[CONFIG_FILE] = json_bytes(config)
     parameters = source.base_model(torch.device("cpu")).iterate_whole()
-    ordered = ((name, in_file_order(name, tensor, rows)) for name, tensor in parameters)
+    kept = ((name, without_padding(name, tensor, model)) for name, tensor in parameters)
     with whole_folder(folder, note) as staging:
         for name, content in files.items():
             (staging / name).write_bytes(content)
-        save_tensors(ordered, staging / WEIGHTS_FILE, torch.float32)
+        save_tensors(kept, staging / WEIGHTS_FILE, torch.float32)
 
 
 def _text_tokens(source: StateSource) -> dict[str, Any]:
     """Return what stands in front of every text, and what an empty text has where that is nothing
-    (`Tokenizer.beginning`), by the numbers of the tokenizer with which texts are routed: that of
-    the public base, or the one that `_write_base` writes."""
+    (`Tokenizer.beginning`)."""
     tokenizer = read_tokenizer(source.blob(source.plan.blobs.tokenizer))
-    base = source.plan.base_source
-
-    def number(token: int) -> int:
-        return tokenizer.file_number(token) if base is None else _base_row(base, token)
-
-    return {"begin_tokens": [*map(number, tokenizer.begin)], "end_token": number(END_TOKEN)}
-
-
-def _base_row(base: BaseSource, token: int) -> int:
-    """Return the number that one of the run's tokens has in the public base of a run with adapters.
-    Raises ConfigurationError if the base does not have it."""
-    place = token
-    for first, count in base.rows:
-        if place < count:
-            if first >= 0:
-                return first + place
-            break
-        place -= count
-    raise ConfigurationError(f"the run's base {base.name} has no row for the run's token {token}")
+    return {"begin_tokens": tokenizer.begin, "end_token": tokenizer.end}

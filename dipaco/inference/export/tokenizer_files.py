@@ -1,7 +1,6 @@
 """A run's tokenizer as the tokenizer files that `transformers` reads.
 
-A `tokenizer.json` that came with an imported base goes back as it was, with its own numbers and
-special tokens: what the run added has no place in it.
+A `tokenizer.json` that came with an imported base goes back as it was.
 
 A SentencePiece model is written as one. The plain conversion of `transformers` changes ids: it adds
 a space in front, parses `<s>` where a text has it, and takes U+2581 for a space. Here a space stays
@@ -17,15 +16,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.routing.tokens.chat_tokens import SPECIAL_NAMES
 from dipaco.routing.tokens.kinds import is_json
+from dipaco.routing.tokens.sentencepiece_tokenizer import SentencePieceTokenizer
 from dipaco.routing.tokens.tokenizer_json import SPLITS_SPECIAL, JsonTokenizer
 
 _SPACE_MARK = "\u2581"
+_SOURCE = "the tokenizer"
 # Its classes are made at import, where no type checker sees them.
 _sentencepiece_format: Any = sentencepiece_model_pb2
 _Piece = _sentencepiece_format.ModelProto.SentencePiece
@@ -52,20 +52,13 @@ def tokenizer_files(tokenizer: bytes, context: int, *, as_in_run: bool = False) 
     return files
 
 
-def file_rows(tokenizer: bytes) -> torch.Tensor | None:
-    """Return which of the run's tokens stands in each row of an exported embedding; None where the
-    numbers of the file are those of the run. Rows that the run added are left out."""
-    if not is_json(tokenizer):
-        return None
-    pieces = json_pieces(tokenizer)
-    return torch.tensor(pieces.run_tokens(range(pieces.origin.rows)))
-
-
 def special_numbers(tokenizer: bytes) -> dict[str, Any]:
     """Return what `config.json` says of begin, end and padding in the exported tokenizer."""
     if is_json(tokenizer):
         return json_pieces(tokenizer).origin.numbers.model_dump(mode="json")
-    return {"bos_token_id": BEGIN_TOKEN, "eos_token_id": END_TOKEN, "pad_token_id": PAD_TOKEN}
+    pieces = SentencePieceTokenizer(tokenizer, _SOURCE)
+    ends = {"eos_token_id": pieces.end, "pad_token_id": pieces.padding}
+    return {"bos_token_id": pieces.begin[0], **ends}
 
 
 def generation_settings(tokenizer: bytes) -> dict[str, Any]:
@@ -83,7 +76,7 @@ def generation_settings(tokenizer: bytes) -> dict[str, Any]:
         "temperature": 0.8,
         "top_k": 50,
         # As in dipaco-generate: pieces that are never part of a text are never chosen.
-        "suppress_tokens": [UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN],
+        "suppress_tokens": list(SentencePieceTokenizer(tokenizer, _SOURCE).never_chosen),
     }
 
 
@@ -94,7 +87,7 @@ def ends_unsaid_by_base(tokenizer: bytes) -> set[int]:
         return set()
     pieces = json_pieces(tokenizer)
     said = pieces.origin.generation or pieces.origin.numbers
-    return {*map(pieces.file_number, pieces.ends)} - _stated_ends(said.model_dump())
+    return {*pieces.ends} - _stated_ends(said.model_dump())
 
 
 def _stated_ends(settings: Mapping[str, Any]) -> set[int]:
@@ -110,11 +103,10 @@ def names_are_text(tokenizer: bytes) -> bool:
 
 
 def _json_settings(pieces: JsonTokenizer, context: int) -> dict[str, Any]:
-    keys = ("unk_token", "bos_token", "eos_token", "pad_token")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
-        **dict(zip(keys, pieces.origin.names, strict=True)),
+        **dict(zip(SPECIAL_NAMES, pieces.origin.names, strict=True)),
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
@@ -128,7 +120,7 @@ def _json_settings(pieces: JsonTokenizer, context: int) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def json_pieces(tokenizer: bytes) -> JsonTokenizer:
     """Return the tokenizer of a blob; one of a real model takes a second to read."""
-    return JsonTokenizer(tokenizer, "the tokenizer")
+    return JsonTokenizer(tokenizer, _SOURCE)
 
 
 def tokenizer_json(model: bytes) -> dict[str, Any]:
@@ -136,8 +128,10 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
     run, which must not `lack_of_transformers`."""
     proto = _sentencepiece_format.ModelProto.FromString(model)
     pieces = [piece.piece.replace(_SPACE_MARK, " ") for piece in proto.pieces]
-    begin = {"SpecialToken": {"id": pieces[BEGIN_TOKEN], "type_id": 0}}
-    sequences = [{"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB")]
+    [number] = SentencePieceTokenizer(model, _SOURCE).begin
+    name = pieces[number]
+    begin = {"SpecialToken": {"id": name, "type_id": 0}}
+    sequences = [{"Sequence": {"id": part, "type_id": index}} for index, part in enumerate("AB")]
     return {
         "version": "1.0",
         "truncation": None,
@@ -149,13 +143,7 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
             "type": "TemplateProcessing",
             "single": [begin, sequences[0]],
             "pair": [begin, sequences[0], sequences[1]],
-            "special_tokens": {
-                pieces[BEGIN_TOKEN]: {
-                    "id": pieces[BEGIN_TOKEN],
-                    "ids": [BEGIN_TOKEN],
-                    "tokens": [pieces[BEGIN_TOKEN]],
-                }
-            },
+            "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
         },
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "model": _bpe(proto, pieces),
@@ -169,14 +157,11 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
 
 def tokenizer_config(model: bytes, context: int) -> dict[str, Any]:
     """Return the content of `tokenizer_config.json`, which goes with `tokenizer_json`."""
-    proto = _sentencepiece_format.ModelProto.FromString(model)
+    names = SentencePieceTokenizer(model, _SOURCE).special_names
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
-        "unk_token": proto.pieces[UNKNOWN_TOKEN].piece,
-        "bos_token": proto.pieces[BEGIN_TOKEN].piece,
-        "eos_token": proto.pieces[END_TOKEN].piece,
-        "pad_token": proto.pieces[PAD_TOKEN].piece,
+        **dict(zip(SPECIAL_NAMES, names, strict=True)),
         # A text may contain "</s>", as HTML does; only SentencePiece's rule keeps it a text.
         SPLITS_SPECIAL: True,
         "clean_up_tokenization_spaces": False,
@@ -251,7 +236,7 @@ def _bpe(proto: Any, pieces: list[str]) -> dict[str, Any]:
     return {
         "type": "BPE",
         "dropout": None,
-        "unk_token": pieces[UNKNOWN_TOKEN],
+        "unk_token": next(p.piece for p in proto.pieces if p.type == _Piece.UNKNOWN),
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": False,

@@ -120,7 +120,7 @@ class RequestReader:
         body = self._passed(given, _SAMPLING)
         numbers = [self._numbers(prompt, "prompt") for prompt in prompts]
         body["prompt"] = numbers if len(numbers) > 1 else numbers[0]
-        return self._request(given, body, prompts)
+        return self._request(given, body, numbers)
 
     def embedding(self, content: bytes) -> PathRequest:
         """Return a request for `/v1/embeddings`. Vectors of two paths have nothing in common, so
@@ -135,7 +135,7 @@ class RequestReader:
             )
         body = _scalars(given, _EMBEDDING)
         body["input"] = [self._numbers(prompt, "input") for prompt in prompts]
-        return self._request(given, body, prompts)
+        return self._request(given, body, body["input"])
 
     def chat(self, content: bytes) -> PathRequest:
         """Return a request for `/v1/chat/completions`."""
@@ -224,10 +224,7 @@ class RequestReader:
         )
 
     def _request(
-        self,
-        given: Mapping[str, Any],
-        body: dict[str, Any],
-        prompts: Sequence[str | list[int]] | None,
+        self, given: Mapping[str, Any], body: dict[str, Any], prompts: list[list[int]] | None
     ) -> PathRequest:
         """Return a request for the answers to prompts; None is a chat, which is routed later."""
         each = 1 if prompts is None else len(prompts)
@@ -235,16 +232,9 @@ class RequestReader:
         if not isinstance(answers, int) or not 0 < answers * each <= self.most_answers:
             _refuse("n", f"a request may be for 1 to {self.most_answers} answers (--parallel)")
         path = self.path_of(given.get("model"))
-        routed_by = []
-        if path is None:
-            routed_by = [
-                _bounded("prompt", self.tokens.routed_by_text, one)
-                if isinstance(one, str)
-                else self.tokens.routed_by_numbers(one)
-                for one in prompts or ()
-            ]
+        routed_by = prompts if path is None else None
         is_whole = "input" not in body and not body.get("stream")
-        return PathRequest(body, path, routed_by, answers * each, is_whole)
+        return PathRequest(body, path, routed_by or [], answers * each, is_whole)
 
     def _passed(self, given: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
         """Return the fields that both kinds of text have in common, except the text."""

@@ -9,7 +9,6 @@ import torch
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.transformer import PathModel
-from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .router import Prefixes, Router
@@ -54,7 +53,8 @@ def _padded(
     documents: Sequence[Sequence[int] | np.ndarray], prefix_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first tokens of the documents, int64 [B, prefix_tokens], and their lengths."""
-    tokens = torch.full((len(documents), prefix_tokens), PAD_TOKEN, dtype=torch.int64)
+    # Nothing sees what is behind it, so any token fills a row up.
+    tokens = torch.zeros((len(documents), prefix_tokens), dtype=torch.int64)
     lengths = torch.empty(len(documents), dtype=torch.int64)
     for row, document in enumerate(documents):
         prefix = np.asarray(document[:prefix_tokens], dtype=np.int64)

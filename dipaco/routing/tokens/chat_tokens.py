@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.protocol.config import END_TOKEN
 from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
 from dipaco.routing.documents.chats import Chat, first_question
 
@@ -181,7 +180,7 @@ def _marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, i
         position = end
     rest = text[position:]
     if not rest.strip() and not has_end:
-        tokens.append(END_TOKEN)
+        tokens.append(tokenizer.end)
     else:
         tokens += [~token for token in tokenizer.encode_marked(text, position)]
     return np.asarray(tokens, dtype=np.int64)

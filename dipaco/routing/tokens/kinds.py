@@ -13,8 +13,8 @@ def read_tokenizer(model: Path | bytes) -> Tokenizer:
     """Return the tokenizer at the path of a run's tokenizer, or of its bytes: a SentencePiece
     model, or a packed `tokenizer.json`.
 
-    Raises IntegrityError if it cannot be read, ConfigurationError if its special pieces are not
-    at 0 to 3, or if some texts cannot be written in it.
+    Raises IntegrityError if it cannot be read, ConfigurationError if it lacks what begins or ends a
+    text, or if some texts cannot be written in it.
     """
     data = model if isinstance(model, bytes) else Path(model).read_bytes()
     source = "the tokenizer" if isinstance(model, bytes) else f"the tokenizer {model}"

@@ -1,4 +1,4 @@
-"""A run's tokens by the numbers that its exported files give them, and what is never one of a text.
+"""The tokens of texts that come to a service, and what is never one of a text.
 
 Prompts go to llama.cpp as the tokens that the run has for them: its own tokenizer takes names of
 special tokens in a text for these, and puts no begin in front where a base's tokenizer does not.
@@ -16,10 +16,8 @@ from typing import Any
 
 from dipaco.base.bounded_process import BoundedProcess, RefusedError, answer_lines
 from dipaco.base.errors import ConfigurationError
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.chat_tokens import routed_tokens, special_names
 from dipaco.routing.tokens.kinds import is_json, read_tokenizer
-from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 
 # Routing looks at the first few dozen tokens, and so many characters hold them.
 _ROUTED_LETTERS = 2**14
@@ -43,7 +41,7 @@ class RunTokens:
             raise ConfigurationError(f"the run's tokenizer cannot be used: {error}") from None
         about: dict[str, Any] = self._process.first_answer
         self.never_chosen: tuple[int, ...] = tuple(about["never_chosen"])
-        """Numbers of what is no part of a text: never chosen, as in `dipaco-generate`."""
+        """What is no part of a text: never chosen, as in `dipaco-generate`."""
         self.rows: int = about["rows"]
         """Numbers that a prompt of tokens may have."""
         self.longest: int = about["longest"]
@@ -56,19 +54,11 @@ class RunTokens:
         """Names that llama.cpp takes for special tokens wherever a chat has them."""
 
     def of_text(self, text: str) -> list[int]:
-        """Return the numbers of a text's tokens, with what stands in front of it."""
+        """Return a text's tokens, with what stands in front of it."""
         return self._asked("of_text", text)
 
-    def routed_by_text(self, text: str) -> list[int]:
-        """Return the run's tokens that a text is routed by: those of its beginning."""
-        return self._asked("routed_by_text", text[:_ROUTED_LETTERS])
-
-    def routed_by_numbers(self, numbers: Sequence[int]) -> list[int]:
-        """Return the run's tokens that a prompt of tokens is routed by."""
-        return self._asked("routed_by_numbers", list(numbers))
-
     def routed_by_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the run's tokens that a chat is routed by: those of the user's first turn."""
+        """Return the tokens that a chat is routed by: those of the user's first turn."""
         cut = [{"role": m["role"], "content": m["content"][:_ROUTED_LETTERS]} for m in messages]
         return self._asked("routed_by_chat", cut)
 
@@ -94,23 +84,16 @@ def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[
     """Read a tokenizer; return what `RunTokens` says of it, and what answers its methods."""
     tokenizer = read_tokenizer(base64.b64decode(blob))
     size = tokenizer.vocabulary_size
-    # What the run added to its base is behind the rows that a file has.
-    rows = tokenizer.origin.rows if isinstance(tokenizer, JsonTokenizer) else size
-    numbered = tokenizer.file_number
-    special = {UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN} - tokenizer.ends
-    never = map(numbered, sorted(special))
     about = {
-        "never_chosen": [number for number in never if number < rows],
-        "rows": rows,
+        "never_chosen": tokenizer.never_chosen,
+        "rows": size,
         "longest": max(len(tokenizer.decode([token])) for token in range(size)),
         "chat_template": tokenizer.chat_template,
         "special_names": special_names(tokenizer),
         "control_names": tokenizer.control_names(),
     }
     ways: dict[str, Callable[[Any], list[int]]] = {
-        "of_text": lambda text: [*map(numbered, tokenizer.beginning(text))],
-        "routed_by_text": tokenizer.beginning,
-        "routed_by_numbers": lambda given: tokenizer.run_tokens(given) or [END_TOKEN],
+        "of_text": tokenizer.beginning,
         "routed_by_chat": lambda messages: routed_tokens(tokenizer, messages),
     }
     return about, lambda question: ways[question[0]](question[1])

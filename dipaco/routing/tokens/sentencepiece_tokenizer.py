@@ -41,15 +41,11 @@ _SCAN_FACTOR = 20
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model of these bytes.
 
-    Raises IntegrityError if they are none, ConfigurationError if its special pieces are not at 0
-    to 3, or if some texts cannot be written in it.
+    Raises IntegrityError if they are none, ConfigurationError if it has no begin or end, or if some
+    texts cannot be written in it.
     """
 
     chat_template = None
-    begin = (BEGIN_TOKEN,)
-    ends = frozenset((END_TOKEN,))
-
-    special_names = ("<unk>", "<s>", "</s>", "<pad>")
 
     def __init__(self, data: bytes, source: str) -> None:
         super().__init__()
@@ -58,16 +54,28 @@ class SentencePieceTokenizer(Tokenizer):
             self.vocabulary_size = int(self._pieces.vocab_size())
         except (RuntimeError, ValueError, OSError) as error:
             raise IntegrityError(f"{source} is not a SentencePiece model: {error}") from None
-        self._check_special_pieces(source)
+        self._check_pieces(source)
+        model = self._pieces
+        unknown, begin, self.end = model.unk_id(), model.bos_id(), model.eos_id()
+        self.begin, self.ends = (begin,), frozenset((self.end,))
+        self.padding = model.pad_id() if model.pad_id() >= 0 else None
+        """The piece that is padding, if there is one."""
+        special = (unknown, begin, self.padding)
+        self.never_chosen = tuple(number for number in special if number is not None)
+        self.special_names = (
+            model.id_to_piece(unknown),
+            model.id_to_piece(begin),
+            model.id_to_piece(self.end),
+            None if self.padding is None else model.id_to_piece(self.padding),
+        )
         self._space_mark = [self._pieces.piece_to_id(f"<0x{byte:02X}>") for byte in b"\xe2\x96\x81"]
 
-    def _check_special_pieces(self, source: str) -> None:
+    def _check_pieces(self, source: str) -> None:
         model = self._pieces
-        ids = (model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id())
-        if ids != (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN):
+        if min(model.bos_id(), model.eos_id()) < 0:
             raise ConfigurationError(
-                f"{source} has unknown, begin, end and padding at {ids}, but a run needs them at "
-                f"(0, 1, 2, 3); train it with unk_id=0, bos_id=1, eos_id=2, pad_id=3"
+                f"{source} has begin and end at {model.bos_id(), model.eos_id()}, but a run needs "
+                f"both; train it with bos_id=1, eos_id=2"
             )
         if not model.is_byte(model.piece_to_id("<0x00>")):
             raise ConfigurationError(
@@ -107,12 +115,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def shielded(self, text: str) -> str:
         return text
-
-    def run_tokens(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
-
-    def file_number(self, token: int) -> int:
-        return token
 
     def _decoded(self, tokens: Sequence[int], *, names: bool) -> str:
         # Rows of an imported embedding without a piece have no text, nor have special tokens.

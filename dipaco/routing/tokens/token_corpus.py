@@ -23,7 +23,6 @@ import numpy as np
 
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.base.files import atomic_write, canonical_json
-from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.new_files import NewFiles
 
@@ -33,6 +32,8 @@ from .tokenizer import Tokenizer
 
 # Labels are stored as 16-bit numbers; the greatest one says that a document has none.
 _NO_LABEL = 2**16 - 1
+# Beginnings of chats are short, and filled up with -1.
+_BEGINNING_DTYPE = np.dtype("<i4")
 # With more of them, as where each document has its own, nobody reads a report by label.
 MAX_LABELS = 1000
 _CHUNK_CHARACTERS = 4_000_000
@@ -93,11 +94,8 @@ class TokenCorpus:
         if chats is not None:
             width: int = chats["prefix_tokens"]
             self.left_out = {name: LeftOut(*found) for name, found in chats["left_out"].items()}
-            rows = _mapped(
-                folder / "beginnings.bin",
-                token_dtype(vocabulary_size),
-                counts["documents"] * width,
-            )
+            size = counts["documents"] * width
+            rows = _mapped(folder / "beginnings.bin", _BEGINNING_DTYPE, size)
             self._beginnings = rows.reshape(-1, width)
 
     def __len__(self) -> int:
@@ -114,7 +112,7 @@ class TokenCorpus:
         if self._beginnings is None:
             return self.document(index)[:prefix_tokens]
         row = self._beginnings[index]
-        return row[row != PAD_TOKEN]
+        return row[row >= 0]
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each document, int64 [N]. Raises IntegrityError."""
@@ -159,7 +157,6 @@ class TokenCorpusWriter:
         self._files = NewFiles(folder)
         self._prefix_tokens = chat_prefix_tokens
         self._dtype = token_dtype(vocabulary_size, marked=chat_prefix_tokens is not None)
-        self._beginning_dtype = token_dtype(vocabulary_size)
         self.left_out: dict[str, LeftOut] = {}
         self.documents = self.tokens = 0
         self.dropped = 0
@@ -194,7 +191,7 @@ class TokenCorpusWriter:
         self._files.append("labels.bin", labels.tobytes())
         if self._prefix_tokens is not None:
             shape = (len(documents), self._prefix_tokens)
-            rows = np.full(shape, PAD_TOKEN, self._beginning_dtype)
+            rows = np.full(shape, -1, _BEGINNING_DTYPE)
             for row, document in zip(rows, documents, strict=True):
                 assert document.beginning is not None  # those of chats have one
                 row[: len(document.beginning)] = document.beginning

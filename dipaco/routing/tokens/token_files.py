@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.protocol.config import PAD_TOKEN
 
 
 def token_dtype(vocabulary_size: int, *, marked: bool = False) -> np.dtype:
@@ -72,20 +71,21 @@ def scoring_windows(
     tokens: Sequence[int] | np.ndarray,
     sequence_length: int,
     prefix_tokens: int,
+    padding: int,
 ) -> np.ndarray:
     """Return the windows of one document as rows, int64 [n, sequence_length].
 
     Windows follow each other by `sequence_length - prefix_tokens`, so that scoring each without
     its first `prefix_tokens` positions scores every later token of the document exactly once,
     with at least that much context (the paper leaves out the routed prefix, section 2.4). The
-    last row is padded. A document of at most `prefix_tokens` tokens has no rows.
+    last row is filled up with `padding`. A document of at most `prefix_tokens` tokens has no rows.
 
     Raises ConfigurationError if the prefix leaves nothing to score.
     """
     stride = window_stride(sequence_length, prefix_tokens)
     document = np.asarray(tokens, dtype=np.int64)
     count = max(0, -(-(len(document) - prefix_tokens) // stride))
-    padded = np.full(prefix_tokens + count * stride, PAD_TOKEN, dtype=np.int64)
+    padded = np.full(prefix_tokens + count * stride, padding, dtype=np.int64)
     padded[: len(document)] = document[: len(padded)]
     rows = np.arange(count)[:, None] * stride + np.arange(sequence_length)[None, :]
     return padded[rows]

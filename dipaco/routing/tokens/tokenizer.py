@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from dipaco.protocol.config import END_TOKEN
-
 
 class Tokenizer(ABC):
     """Text to tokens and back; `dipaco.routing.tokens.kinds` reads one."""
@@ -18,8 +16,12 @@ class Tokenizer(ABC):
     begin: tuple[int, ...]
     """What stands in front of every text; nothing where the checkpoint that the tokenizer came with
     puts nothing there."""
+    end: int
+    """What ends a text."""
     ends: frozenset[int]
     """What ends an answer: the end of a text, and whatever else the checkpoint says."""
+    never_chosen: tuple[int, ...]
+    """Special tokens that no text has, and that end nothing."""
     special_names: tuple[str | None, str | None, str | None, str | None]
     """Names of unknown, begin, end and padding, as a chat template writes them."""
 
@@ -48,15 +50,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def shielded(self, text: str) -> str:
         """Return a text whose names of special tokens stay text for `encode_marked`."""
-
-    @abstractmethod
-    def run_tokens(self, numbers: Sequence[int]) -> list[int]:
-        """Return the tokens that others, with the tokenizer of an export or of the base, know by
-        these numbers: a `tokenizer.json` counts its tokens in another order than a run."""
-
-    @abstractmethod
-    def file_number(self, token: int) -> int:
-        """Return the number by which others know a token."""
 
     @abstractmethod
     def _decoded(self, tokens: Sequence[int], *, names: bool) -> str:
@@ -88,7 +81,7 @@ class Tokenizer(ABC):
     def beginning(self, text: str) -> list[int]:
         """Return the tokens of a text that goes on, with what stands in front of it. Where that is
         nothing, an empty text has the end of the one before it."""
-        return [*self.begin, *self.encode(text)] or [END_TOKEN]
+        return [*self.begin, *self.encode(text)] or [self.end]
 
     def document_tokens(self, text: str) -> list[int]:
         """Return what a document is in a shard: what stands in front, its tokens, the end."""
@@ -100,7 +93,7 @@ class Tokenizer(ABC):
         Called where a corpus is tokenised; the texts should be thousands, for threads to pay.
         """
         encoded = self.encode_each(texts, threads)
-        return [[*self.begin, *tokens, END_TOKEN] for tokens in encoded]
+        return [[*self.begin, *tokens, self.end] for tokens in encoded]
 
 
 def clean(text: str) -> str:

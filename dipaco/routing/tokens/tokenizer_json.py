@@ -1,21 +1,15 @@
 """A `tokenizer.json`, as checkpoints of others have it, as the tokenizer of a run.
 
-A run's tokens 0 to 3 are unknown, begin, end and padding, whatever numbers they have in the file.
-So every token has two numbers: that of the run, and that of the file, which exports have again.
-Unknown and padding are the run's own, and so is begin where the checkpoint has none: no text has
-these, and their numbers lie behind all rows of the checkpoint, so an export leaves them out.
-
 Some tokenizers (those of Llama 2 and Mistral) put a space in front of a text. They do so in a run,
 too: at the beginning of a text, and behind a special token where `tokenizers` puts one there. What
 goes on in the middle of a text, as an answer does, is encoded without it. A decoded text keeps it.
 
-The blob of such a tokenizer is JSON: the file as it is, the numbers of the four, the chat template
-of its checkpoint, and what an export needs to say again of it (`_Origin`).
+The blob of such a tokenizer is JSON: the file as it is, the chat template of its checkpoint, and
+what that says of its tokens (`_Origin`).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -24,19 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import tokenizers
 from pydantic import Field, JsonValue, ValidationError
 
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import canonical_json
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, Config
+from dipaco.protocol.config import Config
 
 from .tokenizer import Tokenizer, clean
 
 _FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"
-_FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
+_FIELDS = {"format", "chat_template", "tokenizer", "origin"}
 _MAX_BYTES = 2**27
 _MAX_TOKENS = 2**20
 _MAX_PATTERN = 4096
@@ -90,7 +83,7 @@ class GenerationSettings(SpecialNumbers):
 
 
 class _Origin(Config):
-    """What a checkpoint says of itself that a run does not need, and its exports say again."""
+    """What a checkpoint says of itself, and its exports say again."""
 
     names: tuple[str | None, str | None, str | None, str | None] = Field(
         description="What it calls unknown, begin, end and padding; two may be the same."
@@ -122,7 +115,6 @@ class JsonTokenizer(Tokenizer):
         content = _content(data, source)
         self.tokenizer: dict[str, Any] = content["tokenizer"]
         self.chat_template = content["chat_template"]
-        self.special: tuple[int, ...] = tuple(content["special"])
         self.origin: _Origin = content["origin"]
         self.special_names = self.origin.names
         self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
@@ -145,22 +137,20 @@ class JsonTokenizer(Tokenizer):
         """The `tokenizer.json` as documents are read with it: they come back whole, with all white
         space, whatever added tokens are named in them."""
         self._plain = _load_for_texts(self.for_texts, source)
-        numbers = set(self._marked.get_vocab(with_added_tokens=True).values())
-        rows = self.origin.rows
-        new = [number for number in self.special if number not in numbers]
-        if max(numbers, default=0) >= rows or new != [*range(rows, rows + len(new))]:
-            raise IntegrityError(f"{source} numbers its tokens, or its special ones, otherwise")
-        if self.special[END_TOKEN] in new:
-            raise IntegrityError(f"{source} has nothing that ends a text")
-        self.vocabulary_size = rows + len(new)
-        self._to_file = self.file_order(self.vocabulary_size)
-        self._to_run = np.argsort(self._to_file)
+        self.vocabulary_size = self.origin.rows
         with _panics(source):
-            in_front = _put_in_front(self.tokenizer.get("post_processor"))
-            self.begin = tuple(self.run_tokens(in_front))
+            self.begin = tuple(_put_in_front(self.tokenizer.get("post_processor")))
+        numbers: dict[Any, int] = self._marked.get_vocab(with_added_tokens=True)
+        if not {*numbers.values(), *self.begin} <= {*range(self.vocabulary_size)}:
+            raise IntegrityError(f"{source} has tokens without a row")
+        _, begin, end, _ = self.origin.names
+        if end not in numbers:
+            raise IntegrityError(f"{source} has nothing that ends a text")
+        self.end = numbers[end]
         # What a text is made of ends nothing: some config.json has the numbers of another model.
         ends = self.origin.ends & {token["id"] for token in self.tokenizer["added_tokens"]}
-        self.ends = frozenset((END_TOKEN, *self.run_tokens(sorted(ends))))
+        self.ends = frozenset((self.end, *ends))
+        self.never_chosen = tuple({numbers[begin]} - self.ends) if begin in numbers else ()
         self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
             self._unwritable = _unwritable(self)
@@ -170,20 +160,8 @@ class JsonTokenizer(Tokenizer):
                 self._plain = _load_for_texts(self.for_texts, source)
             _check_round_trip(self, source)
 
-    def file_order(self, rows: int) -> np.ndarray:
-        """Return for each of the run's tokens, up to `rows`, its number in the file."""
-        rest = np.setdiff1d(np.arange(rows), self.special)
-        return np.concatenate([np.array(self.special, dtype=np.int64), rest])
-
     def control_names(self) -> list[str]:
         return [t["content"] for t in self.tokenizer["added_tokens"] if t["special"]]
-
-    def run_tokens(self, numbers: Sequence[int]) -> list[int]:
-        tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
-        return tokens
-
-    def file_number(self, token: int) -> int:
-        return int(self._to_file[token])
 
     def writable(self, text: str) -> str:
         return self._unwritable.sub("", text) if self._unwritable else text
@@ -192,22 +170,21 @@ class JsonTokenizer(Tokenizer):
         texts = [self.writable(clean(text)) for text in texts]
         with _cutting():
             if threads == 1:
-                found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
-            else:
-                encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-                found = [encoding.ids for encoding in encoded]
-        return [self.run_tokens(ids) for ids in found]
+                return [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
+            encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encoded]
 
     def encode_marked(self, text: str, start: int = 0, end: int | None = None) -> list[int]:
         text = clean(text)
         end = len(text) if end is None else end
-        numbers, position = [], start
+        numbers: list[int] = []
+        position = start
         for found in self._named_control.finditer(text, start, end) if self._named_control else ():
             numbers += self._numbers_between(text, position, found.start())
             assert found.lastindex is not None  # each name is a group
             numbers.append([*self._controls][found.lastindex - 1])
             position = found.end()
-        return self.run_tokens([*numbers, *self._numbers_between(text, position, end)])
+        return [*numbers, *self._numbers_between(text, position, end)]
 
     def _numbers_between(self, text: str, start: int, end: int) -> list[int]:
         """Return the numbers of a part of a text without special tokens in it."""
@@ -228,8 +205,7 @@ class JsonTokenizer(Tokenizer):
     def _decoded(self, tokens: Sequence[int], *, names: bool) -> str:
         # A space that the tokenizer has put in front of a text stays.
         known = [token for token in tokens if 0 <= token < self.vocabulary_size]
-        numbers = self._to_file[np.asarray(known, dtype=np.int64)].tolist()
-        return str(self._going_on.decode(numbers, skip_special_tokens=not names))
+        return str(self._going_on.decode(known, skip_special_tokens=not names))
 
 
 def with_added_tokens(
@@ -260,7 +236,7 @@ def with_added_tokens(
 
 def pack_tokenizer(
     tokenizer: Mapping[str, Any],
-    special: Sequence[str | None],
+    names: Sequence[str | None],
     chat_template: str | None,
     source: str,
     *,
@@ -270,19 +246,18 @@ def pack_tokenizer(
     splits_special: bool = False,
     turn_end: str | None = None,
 ) -> bytes:
-    """Return the blob of a `tokenizer.json` of a checkpoint that calls unknown, begin, end and
-    padding `special` and has so many `rows`.
+    """Return the blob of a `tokenizer.json` of a checkpoint whose `names` for unknown, begin, end
+    and padding these are, and which has so many `rows`.
 
-    A begin that is None, unknown to the file, or the same as the end is a new token of the run, as
-    unknown and padding always are. `stated`, `generation` and `turn_end` are for the `_Origin`.
-    Called when a base is imported. Raises as `JsonTokenizer` does, and ConfigurationError for
-    tokens that have no row.
+    `stated`, `generation` and `turn_end` are for the `_Origin`. Called when a base is imported.
+    Raises as `JsonTokenizer` does, and ConfigurationError for tokens that have no row.
     """
     content = {**tokenizer, "truncation": None, "padding": None}
     known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
-    if special[END_TOKEN] not in known:
+    unknown, begin, end, padding = names
+    if end not in known:
         raise ConfigurationError(
-            f"{source} has no token {special[END_TOKEN]!r}, which should end a text; write another "
+            f"{source} has no token {end!r}, which should end a text; write another "
             f"eos_token in the tokenizer_config.json beside it"
         )
     if max(known.values()) >= rows:
@@ -290,16 +265,11 @@ def pack_tokenizer(
             f"{source} has a token {max(known.values())}, but the model beside it has a vocab_size "
             f"of {rows}; they are of different models"
         )
-    begin, end = special[BEGIN_TOKEN], str(special[END_TOKEN])
-    has_begin = begin in known and begin != end
-    own = [str(begin), end] if has_begin else [end]
-    added = tokenizer.get("added_tokens") or ()
-    content["added_tokens"] = _with_special(added, {name: known[name] for name in own})
+    own = {name: known[name] for name in (begin, end) if name is not None and name in known}
+    content["added_tokens"] = _with_special(tokenizer.get("added_tokens") or (), own)
     content["post_processor"] = _known_post_processor(tokenizer.get("post_processor"))
-    new = itertools.count(rows)
-    numbers = [next(new), known[own[0]] if has_begin else next(new), known[end], next(new)]
     origin = _Origin(
-        names=(special[0], special[1], special[2], special[3]),
+        names=(unknown, begin, end, padding),
         rows=rows,
         numbers=stated or SpecialNumbers(),
         generation=generation,
@@ -308,7 +278,6 @@ def pack_tokenizer(
     blob = canonical_json(
         {
             "format": _FORMAT,
-            "special": numbers,
             "chat_template": chat_template,
             "tokenizer": content,
             "origin": origin.model_dump(mode="json"),
@@ -365,18 +334,14 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         raise IntegrityError(f"{source} is not JSON") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise IntegrityError(f"{source} is no tokenizer of format {_FORMAT}")
-    special, template = content.get("special"), content.get("chat_template")
+    template = content.get("chat_template")
     if (
         set(content) - {SPLITS_SPECIAL} != _FIELDS
         or not isinstance(content.get(SPLITS_SPECIAL, False), bool)
-        or not isinstance(special, list)
-        or not all(type(token) is int and 0 <= token < _MAX_TOKENS for token in special)
-        or len(set(special)) != 4
-        or len(special) != 4
         or not (template is None or isinstance(template, str))
         or len(template or "") > _MAX_TEMPLATE
     ):
-        raise IntegrityError(f"{source} is a broken tokenizer: wrong special tokens or template")
+        raise IntegrityError(f"{source} is a broken tokenizer: wrong fields or template")
     try:
         origin = _Origin.model_validate(content["origin"])
     except (ValidationError, RecursionError):

@@ -121,7 +121,7 @@ def test_a_long_text_is_refused_before_it_is_cut_into_tokens(reader, monkeypatch
     def fail(*_):
         raise AssertionError("it was cut into tokens")
 
-    for name in ("of_text", "routed_by_text", "routed_by_chat"):
+    for name in ("of_text", "routed_by_chat"):
         monkeypatch.setattr(RunTokens, name, fail)
     began_s = time.process_time()
     for ask, body in (

@@ -72,5 +72,7 @@ def service(source, **options):
 def greedy_text(source, path, tokens, count):
     """Return what `dipaco-generate` says after the tokens of a run."""
     sampling = SamplingSettings(max_tokens=count, temperature=0)
-    made = generate_tokens(assemble_path(source, path), tokens, sampling, ends=source.tokenizer().ends)
-    return "".join(stream_text(source.tokenizer(), made))
+    tokenizer = source.tokenizer()
+    model, never = assemble_path(source, path), tokenizer.never_chosen
+    made = generate_tokens(model, tokens, sampling, ends=tokenizer.ends, never=never)
+    return "".join(stream_text(tokenizer, made))

@@ -100,7 +100,7 @@ def make_tiny_run(
     base_sha256, source = "", None
     if imported is not None and adapters is not None:
         file = run.path / "base.safetensors"
-        write_base(imported.folder, imported.rows, adapters.base_format, file)
+        write_base(imported.folder, adapters.base_format, file)
         base_sha256, source = run.blobs.add_file(file, move=True), imported.source("OWNER/tiny")
         base = run.load_base_model(model_config, base_sha256)
     tokenizer = read_tokenizer(tokenizer_bytes)
@@ -256,7 +256,7 @@ def _write_shards(run, model, base, router, train, held_out):
         rows = stream[: len(stream) // length * length].reshape(-1, length)
         assert len(rows), f"the tiny run has no text for path {path}; choose another seed"
         windows = [
-            scoring_windows(document, length, TINY_PREFIX_TOKENS)
+            scoring_windows(document, length, TINY_PREFIX_TOKENS, model.padding_token)
             for document, at in zip(held_out, held_out_paths, strict=True)
             if at == path
         ]
