@@ -1,5 +1,5 @@
 # make demo      the main job on the shipped corpus, in about five minutes (QUICK=1: about four)
-# make demo-adapters  four machines specialise a public model, SmolLM2
+# make demo-adapters  four machines specialise a public model, SmolLM2 (about half an hour)
 # make test      what CI runs: lint, types, the site, and the tests that prove the promises; half an hour
 # make test-all  every test, the slow ones too
 # make pythons   what make test runs, with each promised Python that is here
