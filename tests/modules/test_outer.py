@@ -12,7 +12,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import dipaco.modules
 from dipaco.base.errors import IntegrityError, MachineError
 from dipaco.modules.contributions import CHUNK_VALUES, CODECS, contribution_norm
 from dipaco.modules.layout import ModuleLayout
@@ -32,7 +31,7 @@ from dipaco.protocol.config import ContributionsConfig, OuterConfig
 from support.runs.contribution_files import made_file
 from support.runs.exact_numbers import square_roots
 
-MODULES = Path(dipaco.modules.__file__).parent
+MODULES = Path(__file__).resolve().parents[2] / "dipaco" / "modules"
 SIZE = 1000
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))
 ROWS = canonical_rows([OuterRow(0, "a", 100), OuterRow(1, "b", 300)])
