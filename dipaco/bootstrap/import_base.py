@@ -172,7 +172,9 @@ class ImportedBase:
 
 def differing_fields(given: ModelFields, kept: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yield the fields that are given and differ from a model's, each with both values. What a
-    model leaves to its defaults may be said as a number."""
+    model leaves to its defaults may be said as a number, and a row of padding that was added to an
+    imported base is not counted."""
+    kept = kept.without_padding
     resolved = {"kv_head_count": kept.kv_heads, "feed_forward_size": kept.feed_forward}
     for key in sorted(given.model_fields_set):
         said, there = getattr(given, key), getattr(kept, key)

@@ -264,6 +264,13 @@ def test_a_model_file_is_used_as_it_is(foreign, tmp_path):
     assert imported.parameters()["lm_head.weight"].shape == (324, 16)
 
 
+def test_the_size_that_a_checkpoint_says_agrees_with_it(foreign, tmp_path):
+    """The run's embedding has a row more, which nobody has to know."""
+    assert load_run_config(write_run(tmp_path, f"{TOML}[model]\nvocabulary_size = 323\n")).model.vocabulary_size == 324
+    with pytest.raises(ConfigurationError, match=r"vocabulary_size is 324, but .* has 323"):
+        load_run_config(write_run(tmp_path, f"{TOML}[model]\nvocabulary_size = 324\n"))
+
+
 def test_a_model_file_without_a_base_needs_padding(tmp_path):
     foreign_tokenizer(tmp_path)
     own = "[tokenizer]\nmodel_file = 'tokenizer.model'\n[model]\nvocabulary_size = 320\n"
