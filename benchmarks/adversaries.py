@@ -1,13 +1,14 @@
 """Peers that lie, flood or attack among real ones, beside a clean swarm.
 
     python benchmarks/adversaries.py [--kinds flipped,forker,5] [--rounds 12] [--out DIR]
+    python benchmarks/adversaries.py --kinds flipped --mean mean
 
 Real `dipaco-peer` processes and a bootstrap node on loopback train a tiny run of two paths with
 fixed steps, so that a busy machine changes nothing: all share one module, and each path has one of
 its own. Beside --honest peers there are
 
 * two liars, one on each path (`parts/liars.py`): thousand, flipped, tokens, garbage, silent,
-  forker, flood;
+  forker, flood; by default with the mean `trimmed_mean`, which needs three contributions;
 * three strangers, identities that were never admitted and tell, ask, get and put without a pause;
 * or one insider on path 0 (`parts/insiders.py`), with the numbers of docs/results/attacks.md: 1,
   3, 4, `4 all`, 5, 6. For attack 2 twenty nodes that were never admitted stand next to the key of
@@ -58,6 +59,7 @@ KINDS = (*LIARS, STRANGERS, *sorted((*INSIDERS, BARE_NODES)))
 SHARED, PATHS = "L0.E0", 2
 STRANGER_COUNT, BARE_NODE_COUNT = 3, 20
 NEWCOMER_LIMIT_S = 60.0
+MEANS = ("mean", "trimmed_mean")
 SEEN_S = 17.0
 """Claims are read by then: records are renewed every quarter of the limit of a round."""
 _BECOME = """
@@ -78,6 +80,7 @@ _PATH = [str(HERE), str(HERE.parent / "tests")]
 def options() -> Namespace:
     parser = build_parser(__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS), help="which, in this order (all)")
+    parser.add_argument("--mean", choices=MEANS, help="of the run (trimmed_mean for liars)")
     parser.add_argument("--honest", type=int, default=6, help="peers that are (6)")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each swarm (12)")
     parser.add_argument("--steps", type=int, default=20, help="inner steps of a round (20)")
@@ -98,18 +101,20 @@ class AdversaryWorld(World):
 
     modules_per_level = (1, PATHS)
 
-    def __init__(self, folder: Path, chosen: Namespace, kind: str) -> None:
-        self.kind, self.inner_steps = kind, chosen.steps
+    def __init__(self, folder: Path, chosen: Namespace, kind: str, mean: str) -> None:
+        self.kind, self.mean, self.inner_steps = kind, mean, chosen.steps
         super().__init__(folder, chosen)
         self.notes, self.go = folder / "forged.txt", folder / "go"
 
     def _make_run(self, folder: Path, **_: Any) -> Any:
         # The rate falls to a tenth to the end, so that perplexities can be compared.
         steps = self.chosen.honest // PATHS * self.chosen.steps * self.chosen.rounds
+        robust = {"combine": "trimmed_mean", "trim_share": 0.25}
         return super()._make_run(
             folder,
             inner={"decay_steps": steps},
             rounds={"gather_s": 4.0, "grace_s": 1.0},
+            contributions=robust if self.mean == "trimmed_mean" else {},
         )
 
     def program(self, name: str) -> tuple[str, ...]:
@@ -231,27 +236,32 @@ def main() -> int:
     chosen = options()
     told = ("honest", "rounds", "steps", "seed")
     report = Report("adversaries", **{name: vars(chosen)[name] for name in told})
-    clean, broken = math.nan, []
+    clean: dict[str, float] = {}
+    broken = []
     with scratch_folder() as scratch:
-        for kind in ("", *chosen.kinds):
-            name = kind or "clean"
-            world = AdversaryWorld((chosen.out or scratch) / name, chosen, kind)
-            try:
-                with world.swarm:
-                    found = world.live()
-            except AssertionError as error:
-                broken.append(f"{name}: {str(error).partition(chr(10))[0]}")
-                continue
-            if not kind:
-                clean = found["perplexity"]
-            found["of the clean perplexity"] = ratio(found["perplexity"], clean)
-            report.add(name, found)
-            print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
-            is_worse = not found["of the clean perplexity"] <= chosen.most
-            is_late = (found.get("newcomer trains, s") or math.inf) > NEWCOMER_LIMIT_S
-            is_bad = is_worse or is_late or found["attackers that failed"]
-            if is_bad or found["forged states adopted"] or not found["agreed"]:
-                broken.append(f"{name}: see its figures")
+        for kind in chosen.kinds:
+            mean = chosen.mean or ("trimmed_mean" if kind in LIARS else "mean")
+            for each in ("", kind) if mean not in clean else (kind,):
+                folder = (chosen.out or scratch) / f"{each or 'clean'}-{mean}"
+                world = AdversaryWorld(folder, chosen, each, mean)
+                try:
+                    with world.swarm:
+                        found = world.live()
+                except AssertionError as error:
+                    broken.append(f"{each or 'clean'}, {mean}: {str(error).partition(chr(10))[0]}")
+                    continue
+                clean.setdefault(mean, found["perplexity"])
+                found["of the clean perplexity"] = ratio(
+                    found["perplexity"], clean.get(mean, math.nan)
+                )
+                name = f"{each or 'clean'}, {mean}"
+                report.add(name, found)
+                print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+                is_worse = not found["of the clean perplexity"] <= chosen.most
+                is_late = (found.get("newcomer trains, s") or math.inf) > NEWCOMER_LIMIT_S
+                is_bad = is_worse or is_late or found["attackers that failed"]
+                if is_bad or found["forged states adopted"] or not found["agreed"]:
+                    broken.append(f"{name}: see its figures")
     return report.conclude(chosen, broken)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from dipaco.base.errors import IntegrityError
@@ -21,6 +20,7 @@ from dipaco.protocol.config import ContributionsConfig, OuterConfig
 from dipaco.protocol.grid import PRIVATE_LEVEL
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
+from . import trimmed_mean
 from .arithmetic import check_arithmetic
 from .contributions import (
     CHUNK_VALUES,
@@ -33,6 +33,7 @@ from .contributions import (
 )
 from .device import all_finite, own_pages
 from .state import MAX_COUNT, ModuleState, PathProgress
+from .trimmed_mean import fp32
 
 # A path grows by at most so many times its usual step, and a replica counts at most so many times
 # that, or the median one. With 4 times the median one, a replica that trained nothing cost 2.2 nats
@@ -279,16 +280,26 @@ class OuterRule:
         change what it is given, until it asks for the next."""
         codec, values = self.codec, state.layout.size
         weights = self.weights(rows, state.progress)
+        trims = self._is_trimmed and len(files) >= trimmed_mean.LEAST_VOTERS
+        paths, share = [row.path for row in rows], self.contributions.trim_share
         sums = torch.empty(min(values, self.piece_values))
 
         def combine(begin: int, end: int) -> torch.Tensor:
             pieces = (codec.decode(data, values, begin, end) for data in files)
+            if trims:
+                scaled = [p.mul_(fp32(s)) for p, s in zip(pieces, scales, strict=True)]
+                # Adding 0 leaves no negative zero: its sign would depend on a vector instruction.
+                return trimmed_mean.of_paths(scaled, weights, paths, share).add(0.0)
             total = sums[: end - begin].zero_()
             for piece, weight, scale in zip(pieces, weights, scales, strict=True):
                 total.add_(piece.mul_(fp32(weight * scale)))
             return total
 
         return combine
+
+    @property
+    def _is_trimmed(self) -> bool:
+        return self.contributions.combine == "trimmed_mean"
 
 
 def advanced_progress(
@@ -327,11 +338,6 @@ def _tokens_of_paths(rows: Sequence[OuterRow]) -> dict[int, list[int]]:
     for row in rows:
         found.setdefault(row.path, []).append(row.tokens)
     return found
-
-
-def fp32(value: float) -> float:
-    """Round to fp32, so that the scalar is the same however a kernel widens it."""
-    return float(np.float32(value))
 
 
 def _sum_of_counts(counts: Iterable[int]) -> int:

@@ -468,6 +468,18 @@ class ContributionsConfig(Config):
         True,
         description="Shorten contributions that are longer than the group's median to the median.",
     )
+    combine: Literal["weighted_mean", "trimmed_mean"] = Field(
+        "weighted_mean",
+        description="How contributions are averaged. The trimmed mean limits what one lying "
+        "replica of three or more does, or one path of three, at a cost in accuracy and time.",
+    )
+    trim_share: float = Field(
+        0.2,
+        gt=0,
+        lt=0.5,
+        description="Of `trimmed_mean`: share of the paths that is left out at each end of "
+        "every coordinate, rounded up. One path remains, or two of an even number.",
+    )
 
 
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)

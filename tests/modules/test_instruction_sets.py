@@ -9,7 +9,7 @@ import pytest
 from support.programs.processes import ran
 
 TESTS = Path(__file__).parent
-GOLDEN_TESTS = ("test_contributions.py", "test_outer.py", "test_state.py")
+GOLDEN_TESTS = ("test_contributions.py", "test_outer.py", "test_trimmed_mean.py", "test_state.py")
 
 
 @pytest.mark.parametrize(("vectors", "math_library"), [("default", "SSE4_2"), ("avx2", "AVX2")])

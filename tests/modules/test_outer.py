@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dipaco.base.errors import IntegrityError, MachineError
+from dipaco.modules import trimmed_mean
 from dipaco.modules.contributions import CHUNK_VALUES, CODECS, contribution_norm
 from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.outer import (
@@ -21,23 +22,22 @@ from dipaco.modules.outer import (
     advanced_progress,
     canonical_rows,
     encode_in_place,
-    fp32,
     median_norm,
     moved_norm,
 )
 from dipaco.modules.state import MAX_COUNT, ModuleState, PathProgress, read_state, state_chunks
+from dipaco.modules.trimmed_mean import fp32
 from dipaco.protocol.chain.outer_row import OuterRow
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
 from support.runs.contribution_files import made_file
 from support.runs.exact_numbers import square_roots
 
-MODULES = Path(__file__).resolve().parents[2] / "dipaco" / "modules"
 SIZE = 1000
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))
 ROWS = canonical_rows([OuterRow(0, "a", 100), OuterRow(1, "b", 300)])
 THREE = canonical_rows([OuterRow(path, str(path), 100) for path in range(3)])
 FOUR = canonical_rows([OuterRow(path, str(path), 100) for path in range(4)])
-GOLDEN_DIGEST_OF_REPLICAS = "abf5015e80e06b8643a8ac4d03c4f74ac869d6016ff12dc3b475dc824586eef5"
+GOLDEN_TRIMMED_DIGEST = "9e3e1084c337e514e8cb4060609e13bd7facbea1d04c4f414f976af316adbd74"
 GOLDEN_NORM = "0x1.b9eb6d909be22p+12"
 GOLDEN_DIGESTS = {
     "float32": "04d5c47dfd05b80485d3a1c080a4f6f3bf047b47c38ce9a47359b6d28955154a",
@@ -354,14 +354,15 @@ def test_what_an_encoding_loses_comes_with_the_next(codec):
     assert (anchor + 60 * trained).norm() < 8 * trained.norm()
 
 
-def test_neither_threads_nor_pieces_change_the_bits():
+@pytest.mark.parametrize("combine", ["weighted_mean", "trimmed_mean"])
+def test_neither_threads_nor_pieces_change_the_bits(combine):
     size = 75 * CHUNK_VALUES + 77  # enough for PyTorch to use several threads
     layout = ModuleLayout(("w",), ((size,),))
     generator = torch.Generator().manual_seed(0)
     parameters, momentum, *tensors = torch.randn(7, size, generator=generator)
     state = ModuleState("L0.E0", 0, parameters, momentum, {}, layout, 1.0)
     rows = [OuterRow(number // 2, str(number), 10 + number) for number in range(5)]
-    rule = rule_of("int4")
+    rule = rule_of("int4", combine=combine)
     files = files_of(rule, *tensors)
     threads, digests = torch.get_num_threads(), set()
     try:
@@ -454,6 +455,36 @@ def test_private_modules_take_an_outer_step_of_their_own():
         assert rule.step(state, files, row, 4).digest == replace(shared, module=module).digest
 
 
+def test_a_trimmed_mean_leaves_a_liar_out():
+    rows = [OuterRow(path, str(path), 100) for path in range(5)]
+    common = drawn(50)
+    tensors = [common + drawn(path, 0.1) for path in range(5)]
+    plain = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0))
+    honest = plain.step(state_of(), files_of(plain, *tensors[1:]), rows[1:], 4).parameters
+    tensors[0] = -8 * common
+    robust = replace(plain, contributions=ContributionsConfig(codec="float32", combine="trimmed_mean"))
+    files = files_of(plain, *tensors)
+    root = math.sqrt(5 / 4)
+    moved = (robust.step(state_of(), files, rows, 4).parameters - state_of().parameters) / root
+    lied = (plain.step(state_of(), files, rows, 4).parameters - state_of().parameters) / root
+    wanted = honest - state_of().parameters
+    assert (moved - wanted).norm() < 0.5 * (lied - wanted).norm()
+
+
+def test_of_three_contributions_the_trimmed_mean_takes_the_middle_and_of_two_the_mean():
+    rule = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0), combine="trimmed_mean", shorten=False)
+    said = [torch.full((SIZE,), value) for value in (1.0, 2.0, 1000.0)]
+    state = state_of(parameters=torch.zeros(SIZE), momentum=torch.zeros(SIZE))
+
+    def moved(*tensors):
+        rows = [OuterRow(path, str(path), 100) for path in range(len(tensors))]
+        stepped = rule.step(state, files_of(rule, *tensors), rows, 4)
+        return float(-stepped.parameters[0]) / math.sqrt(len(tensors))
+
+    assert moved(*said) == pytest.approx(2.0)
+    assert moved(*said[1:]) == pytest.approx(501.0)
+
+
 def zeros_of_both_signs(variant):
     """Return a file with blocks whose scale is 0: their values are 0 with the signs of their codes."""
     data = bytearray(made_file("int4", SIZE, variant=variant))
@@ -468,13 +499,17 @@ def zeros_of_both_signs(variant):
     return data
 
 
-def test_no_zero_of_a_step_is_negative():
-    """Three replicas of a private module, whose momentum is 0: there the sign of a zero would stay, which
-    may depend on how wide vectors are."""
-    rule = rule_of("int4", outer=OuterConfig())
+def test_no_zero_of_a_step_depends_on_how_wide_vectors_are(monkeypatch):
+    """Three replicas of a private module, whose momentum is 0: there the sign of a zero would stay."""
+    rule = rule_of("int4", outer=OuterConfig(), combine="trimmed_mean")
     rows, files = canonical_rows([OuterRow(7, peer, 10) for peer in "abc"]), [zeros_of_both_signs(n) for n in range(3)]
-    stepped = rule.step(state_of(module="P7", momentum=-drawn(3).abs()), files, rows, 4)
-    assert not (torch.signbit(stepped.momentum) & (stepped.momentum == 0)).any()
+    digests = set()
+    for sorted_values in (16384, 40, 8, 1):
+        monkeypatch.setattr(trimmed_mean, "SORTED_VALUES", sorted_values)
+        stepped = rule.step(state_of(module="P7", momentum=-drawn(3).abs()), files, rows, 4)
+        assert not (torch.signbit(stepped.momentum) & (stepped.momentum == 0)).any()
+        digests.add(stepped.digest)
+    assert len(digests) == 1
 
 
 def test_a_step_is_the_same_after_a_library_has_made_small_numbers_zero():
@@ -494,10 +529,10 @@ def test_a_machine_with_another_arithmetic_takes_no_step(monkeypatch):
         PLAIN.step(state_of(), files_of(PLAIN, drawn(5)), ROWS[:1], 4)
 
 
-@pytest.mark.parametrize("name", ["outer", "contributions"])
+@pytest.mark.parametrize("name", ["outer", "trimmed_mean", "contributions"])
 def test_sums_of_floats_are_exact(name):
     """Python 3.12 adds floats otherwise than 3.11 does: `sum` is for integers, in one function."""
-    tree = ast.parse((MODULES / f"{name}.py").read_text())
+    tree = ast.parse(Path(trimmed_mean.__file__).with_name(f"{name}.py").read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     found = {
         function.name
@@ -509,10 +544,10 @@ def test_sums_of_floats_are_exact(name):
 
 
 def test_a_golden_step_of_shards_whose_sum_rounds():
-    """Two replicas and two other paths, with sums that 3.11 and 3.12 round otherwise."""
+    """By a trimmed mean of two replicas and another path, with sums that 3.11 and 3.12 round otherwise."""
     rows = canonical_rows([OuterRow(0, "a", 5), OuterRow(0, "b", 7), OuterRow(1, "c", 11), OuterRow(2, "d", 3)])
-    rule = rule_of("int4", {0: 2**24 + 1, 1: 2**24 - 1, 2: 3})
+    rule = rule_of("int4", {0: 2**24 + 1, 1: 2**24 - 1, 2: 3}, combine="trimmed_mean")
     files = [made_file("int4", SIZE, variant=variant) for variant in (0, 5, 7, 9)]
     ramp = torch.arange(SIZE, dtype=torch.float32)
     stepped = rule.step(state_of(parameters=ramp / 7, momentum=ramp / 1e4), files, rows, 4)
-    assert stepped.digest == GOLDEN_DIGEST_OF_REPLICAS
+    assert stepped.digest == GOLDEN_TRIMMED_DIGEST

@@ -168,6 +168,13 @@ def part(**change):
     return changed(tokenizer={**json.loads(packed("qwen2"))["tokenizer"], **change})
 
 
+NAMELESS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {
+    "id": 5,
+    "content": "",
+    "special": True,
+}
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [
@@ -180,6 +187,11 @@ def part(**change):
         (lambda: changed(tokenizer=[]), IntegrityError),
         (lambda: part(model={"type": "BPE"}), IntegrityError),
         (lambda: part(model=None), IntegrityError),
+        # Attack: every chat that is served looks for the names of special tokens.
+        (
+            lambda: part(added_tokens=[*json.loads(packed("qwen2"))["tokenizer"]["added_tokens"], NAMELESS]),
+            IntegrityError,
+        ),
         (lambda: part(model={"type": "WordPiece"}), ConfigurationError),
         (lambda: part(normalizer={"type": "Precompiled"}), ConfigurationError),
         (lambda: part(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a" * 9999}}), IntegrityError),

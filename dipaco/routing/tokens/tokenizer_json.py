@@ -121,6 +121,8 @@ class JsonTokenizer(Tokenizer):
         """Names of special tokens are text even in a chat."""
         # Both read names of special tokens as text; `_marked` is for what lies between these.
         self._marked = _load_for_texts(self.tokenizer, source)
+        if not all(token["content"] for token in self.tokenizer.get("added_tokens") or ()):
+            raise IntegrityError(f"{source} has an added token whose name is empty")
         going_on = _without_space_in_front(self.tokenizer)
         self._going_on = _load_for_texts(going_on, source)
         """For what stands in the middle of a text; it decodes, too."""
