@@ -83,22 +83,27 @@ class Directory:
     """Reads and writes the records of one run. Thread-safe.
 
     :param gate: of the run, whose records count by it; None before a run is known
+    :param manifest: of the run: the peers of a run of the same chain are let into the DHT too
+    :param known_directly: tells which peers are known without the DHT for some modules, with their
+        addresses; those whose records a search does not bring are asked themselves
+    :param on_called: hears which of these were there
     """
 
     def __init__(
-        self, dht: GuardedDHT, identity: Identity, run_id: str | None, gate: Gate | None = None
+        self,
+        dht: GuardedDHT,
+        identity: Identity,
+        run_id: str | None,
+        gate: Gate | None = None,
+        manifest: SignedManifest | None = None,
+        known_directly: Callable[
+            [Iterable[str]], Mapping[str, tuple[str, ...]]
+        ] = lambda modules: {},
+        on_called: Callable[[str, bool], None] = lambda peer, has_answered: None,
     ) -> None:
         self._dht = dht
-        self.gate = gate
-        self.manifest: SignedManifest | None = None
-        """The run's: the peers of a run of the same chain are let into the DHT too."""
-        self.known_directly: Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]] = (
-            lambda modules: {}
-        )
-        """Tells which peers are known without the DHT for some modules, with their addresses. Those
-        whose records a search does not bring are asked themselves."""
-        self.on_called: Callable[[str, bool], None] = lambda peer, has_answered: None
-        """Hears what became of that."""
+        self.gate, self._manifest = gate, manifest
+        self._known_directly, self._on_called = known_directly, on_called
         self.admission: bytes | None = None
         """This peer's, which goes with all its records; None for one that only reads."""
         self._served: KnownRun | None = None
@@ -293,7 +298,7 @@ class Directory:
         """Return what those say under some keys that are known, and that the DHT does not show."""
         known = {
             peer: places
-            for peer, places in self.known_directly(modules).items()
+            for peer, places in self._known_directly(modules).items()
             if peer not in seen and peer != self._identity.peer_id
         }
         if not known:
@@ -301,7 +306,7 @@ class Directory:
         asked = dict(list(known.items())[:_MAX_ASKED_DIRECTLY])
         found, answered = self._dht.call(_ask_peers, keys, asked)
         for peer in asked:
-            self.on_called(peer, peer in answered)
+            self._on_called(peer, peer in answered)
         return {key: {sub: value for sub, (value, _) in e.items()} for key, e in found.items()}
 
     def _take_revocations(self, entries: Mapping[Any, Any] | None) -> None:
@@ -379,10 +384,10 @@ class Directory:
 
     def _let_in_chain(self, manifests: Sequence[SignedManifest]) -> None:
         """Let nodes of runs into the DHT that succeed this one, or that it succeeds."""
-        if self.manifest is None:
+        if self._manifest is None:
             return
-        gates = {m.plan.admission_scope: m for m in chain_of_runs(self.manifest, manifests)}
-        gates.pop(self.manifest.plan.admission_scope, None)
+        gates = {m.plan.admission_scope: m for m in chain_of_runs(self._manifest, manifests)}
+        gates.pop(self._manifest.plan.admission_scope, None)
         if gates.keys() != self._chain:
             self._chain = set(gates)
             self._dht.keep("chain", let_in, [Gate.of(manifest) for manifest in gates.values()])

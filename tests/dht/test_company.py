@@ -11,7 +11,7 @@ from dipaco.dht.company import REMEMBERED_STRANGERS, Company, node_id_of, wants_
 from dipaco.dht.directory import Directory
 from dipaco.protocol.revocations import sign_revocations
 from support.waiting import wait_until
-from support.wire.dht_pair import GRID, paths_of, peer_record, publish, start_node
+from support.wire.dht_pair import GRID, RUN_ID, directory_of, paths_of, peer_record, publish, start_node
 from support.wire.exchanges import INVITATION, OPERATOR, admission, new_gate
 from support.wire.peers import RUN, peer
 
@@ -157,8 +157,12 @@ def test_who_is_known_is_asked_itself_when_the_dht_does_not_show_it(tmp_path):
         assert publish(shown.directory, "peers", "0", peer_record(shown.peer_id, 1), 60.0)
         assert paths_of(alone.directory) == {}, "it is in no swarm"
         places = {shown.peer_id: (shown.address,), gone: (f"/ip4/127.0.0.1/tcp/9/p2p/{gone}",)}
-        alone.directory.known_directly = lambda modules: places
-        alone.directory.on_called = lambda who, has_answered: called.append((who, has_answered))
+        alone.directory = directory_of(
+            alone,
+            RUN_ID,
+            known_directly=lambda modules: places,
+            on_called=lambda who, has_answered: called.append((who, has_answered)),
+        )
         assert paths_of(alone.directory) == {shown.peer_id: 1}
         assert called == [(shown.peer_id, True), (gone, False)]
     finally:

@@ -76,11 +76,24 @@ class ChainStore:
 
     :param index: where chains and admissions lie
     :param owner: whose chains they are: several peers of one machine can have one index
+    :param has_contributed: tells which peers' rows have room before those of others
+    :param on_served: called with the last step of the served chain and the admissions of its peers,
+        each time that it changes
     """
 
-    def __init__(self, run_id: str, modules: Iterable[str], index: Index, owner: str = "") -> None:
+    def __init__(
+        self,
+        run_id: str,
+        modules: Iterable[str],
+        index: Index,
+        owner: str = "",
+        *,
+        has_contributed: Callable[[str], bool] = lambda peer: False,
+        on_served: Callable[[Step, Mapping[str, bytes]], None] = lambda step, admissions: None,
+    ) -> None:
         """Look up what an earlier process served. Raises `StorageError`."""
         self._index, self._owner = index, owner
+        self._has_contributed, self._on_served = has_contributed, on_served
         self._lock = BriefLock()
         """Guards what is in memory. It is never held during a wait for the disk."""
         self._serving = threading.Lock()
@@ -93,10 +106,6 @@ class ChainStore:
         """Peers whose admissions are in the index."""
         self._enough_admissions = MAX_KEPT_ADMISSIONS
         """When there are more, some are forgotten."""
-        self.on_served: Callable[[Step], None] = lambda step: None
-        """Called with the last step of the served chain, each time that it changes."""
-        self.has_contributed: Callable[[str], bool] = lambda peer: False
-        """Tells which peers' rows have room before those of others."""
         for module in self._modules.values():
             self._take_up(module)
 
@@ -122,7 +131,7 @@ class ChainStore:
             for row in rows:
                 kept = self._modules.get(row.module)
                 if kept is not None:
-                    kept.rows.note(row, self.has_contributed)
+                    kept.rows.note(row, self._has_contributed)
 
     def note_admissions(self, admissions: Mapping[str, bytes]) -> None:
         """Keep checked admissions of peers whose rows are here: they travel with the rows."""
@@ -186,7 +195,7 @@ class ChainStore:
                 if newest is not None:
                     kept.rows.forget_before(newest.round_index)
             if is_new and newest is not None:
-                self.on_served(newest)
+                self._on_served(newest, self.admissions_of(newest.peers))
             if not kept.is_written:
                 self._write(kept)
 

@@ -84,8 +84,6 @@ class Exchange:
         self._transport = transport
         self.uplink = transport.uplink
         """Counts what is sent and received."""
-        self.on_called: Callable[[str, bool], None] = lambda peer, has_answered: None
-        """Hears, for every peer that is told something, whether it was there. Returns at once."""
         self._responder = Responder(transport)
         self._thread = LoopThread("exchange", transport.check)
         self._slots = DownloadSlots(_AT_ONCE, _FROM_ONE)
@@ -205,7 +203,7 @@ class Exchange:
         )
 
         async def tell_all() -> None:
-            await asyncio.gather(*(self._tell_one(peer, request) for peer in peers))
+            await asyncio.gather(*(self._tell_one(run, peer, request) for peer in peers))
 
         self._thread.spawn(tell_all())
 
@@ -215,17 +213,17 @@ class Exchange:
             found[self.peer_id] = run.admission
         return found
 
-    async def _tell_one(self, peer: str, request: TellRequest) -> None:
+    async def _tell_one(self, run: ServedRun, peer: str, request: TellRequest) -> None:
         try:
             async with self._tells:
                 await call(self._transport, peer, request, TellReply, _TELL_TIMEOUT_S)
-            self.on_called(peer, True)
+            run.contributors.called(peer, True)
         except (NetworkError, ProtocolVersionError) as error:
             logger.debug("%s was not told of %s: %s", peer, request.module, error)
             with contextlib.suppress(NetworkError):
                 # While this node has no network layer, a silence says nothing of others.
                 self._transport.check()
-                self.on_called(peer, isinstance(error, TurnedAway))
+                run.contributors.called(peer, isinstance(error, TurnedAway))
 
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S

@@ -105,7 +105,7 @@ class Responder:
         run = self.run
         if run is None or not run.check.is_in(stream.peer):
             return Asker(Standing.STRANGER, stream.origin)
-        is_contributor = run.has_contributed(stream.peer)
+        is_contributor = run.contributors.has_contributed(stream.peer)
         return Asker(Standing.CONTRIBUTOR if is_contributor else Standing.ADMITTED, stream.peer)
 
     async def handle(self, stream: Stream) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from dipaco.peer.exchange.contact.known_contributors import Contributors
 from dipaco.peer.exchange.files.content import ContentSource, Parts
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.streams.messages import AskReply, AskRequest, PutRequest, TellRequest
@@ -43,8 +44,8 @@ class ServedRun:
     """This peer's own; None for a process that only reads."""
     trains: Callable[[str], bool] = lambda module: False
     """Whether this peer trains a module."""
-    has_contributed: Callable[[str], bool] = lambda peer: False
-    """Tells whether a peer has rows in the last steps, and so has room before others."""
+    contributors: Contributors = field(default_factory=Contributors)
+    """Peers with rows in the last steps, who have room before others."""
 
     # -- what others are answered
 

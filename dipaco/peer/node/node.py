@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ProtocolVersionError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, remove_stale_temporaries, set_by
+from dipaco.base.index import Index
 from dipaco.base.kept_files import KEPT_ROUNDS
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
@@ -187,7 +189,7 @@ class Node(Membership):
                 self.contributions if self.directory.admission is not None else None,
                 self.directory.admission,
                 lambda module: module in self.trained_modules,
-                self.contributors.has_contributed,
+                self.contributors,
             )
         )
 
@@ -234,18 +236,25 @@ def open_run(
     blobs, states, kept = files.blobs, files.states, files.states.kept
     blobs.tidy()
     kept.tidy()
-    kept.kept_s = KEPT_ROUNDS * plan.rounds.duration_s
     gate = open_gate(manifest, path)
-    directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
-    directory.manifest = manifest
+    contributors = Contributors(_by_peer(membership.initial_peers))
+    kept.kept_s = KEPT_ROUNDS * plan.rounds.duration_s
+    kept.has_contributed = contributors.has_contributed
+    directory = Directory(
+        membership.dht,
+        membership.identity,
+        plan.run_id,
+        gate,
+        manifest,
+        known_directly=contributors.known_directly,
+        on_called=contributors.called,
+    )
     directory.serve(grid)
     given = map(peer_of, membership.initial_peers)
     fetcher = ContentFetcher(directory, membership.exchange, blobs, kept, plan, grid, given)
-    chains = ChainStore(plan.run_id, grid.modules(), kept.index, me)
     max_bytes = functools.cache(functools.partial(_max_row_bytes, plan, grid))
     check = RowCheck(plan, grid, gate, max_bytes=max_bytes, now=membership.clock.now)
-    contributors = _follow_contributors(directory, chains, membership)
-    kept.has_contributed = contributors.has_contributed
+    chains = _open_chains(plan, grid, kept.index, me, contributors, gate)
     return Node(
         identity=membership.identity,
         dht=membership.dht,
@@ -281,35 +290,39 @@ def _check_protocol(plan: RunPlan) -> None:
         )
 
 
-def _follow_contributors(
-    directory: Directory, chains: ChainStore, membership: Membership
-) -> Contributors:
-    """Keep the contributors known, beginning with those on the disk.
+def _by_peer(addresses: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return addresses by the peer that each is of."""
+    found: dict[str, tuple[str, ...]] = {}
+    for address in addresses:
+        found[peer_of(address)] = (*found.get(peer_of(address), ()), address)
+    return found
 
-    They have places and room before others, and are asked directly when the DHT does not show them.
-    Until there are any, the given addresses take their place.
-    """
-    contributors, gate = Contributors(), directory.gate
-    given: dict[str, tuple[str, ...]] = {}
-    for address in membership.initial_peers:
-        given[peer_of(address)] = (*given.get(peer_of(address), ()), address)
 
-    def served(step: Step) -> None:
+def _open_chains(
+    plan: RunPlan, grid: Grid, index: Index, me: str, contributors: Contributors, gate: Gate
+) -> ChainStore:
+    """Open the chains, whose contributors are known from now on, beginning with those on the disk:
+    they have places and room before others."""
+
+    def served(step: Step, admissions: Mapping[str, bytes]) -> None:
         contributors.step_taken(step)
-        admissions = chains.admissions_of(step.peers)
         for peer, admission in admissions.items():
             with contextlib.suppress(RecordError):
-                if gate is not None:
-                    gate.verify(peer, admission)
-                    gate.contributed(peer, step.round_index)
+                gate.verify(peer, admission)
+                gate.contributed(peer, step.round_index)
 
+    chains = ChainStore(
+        plan.run_id,
+        grid.modules(),
+        index,
+        me,
+        has_contributed=contributors.has_contributed,
+        on_served=served,
+    )
     for module in chains.modules:
         for step in chains.steps(module, _REMEMBERED_STEPS):
-            served(step)
-    chains.on_served, chains.has_contributed = served, contributors.has_contributed
-    directory.known_directly = lambda modules: contributors.of_modules(modules) or given
-    directory.on_called = membership.exchange.on_called = contributors.called
-    return contributors
+            served(step, chains.admissions_of(step.peers))
+    return chains
 
 
 def _max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:

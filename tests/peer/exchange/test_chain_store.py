@@ -261,7 +261,9 @@ def test_an_answer_has_no_more_than_fits_and_says_so(tmp_path):
 
 
 def test_of_a_peers_rows_of_a_round_the_first_counts_and_few_are_remembered(tmp_path):
-    chains = opened(tmp_path)
+    contributed = set()
+    index = Index(tmp_path / INDEX_FILE)
+    chains = ChainStore(RUN, GRID.modules(), index, has_contributed=contributed.__contains__)
     first = row_of(0)
     chains.note_rows([first, row_of(0, tokens=999)])
     assert rows_in(chains, MODULE) == (first,)
@@ -274,7 +276,7 @@ def test_of_a_peers_rows_of_a_round_the_first_counts_and_few_are_remembered(tmp_
     late = row_of(700, 50)
     chains.note_rows([late])
     assert late not in rows_in(chains, MODULE)
-    chains.has_contributed = lambda who: who == late.peer
+    contributed.add(late.peer)
     chains.note_rows([late])
     assert late in rows_in(chains, MODULE)
     assert len(chains.answer(MODULE, [GENESIS]).rows) == chain_store.ANSWERED_ROWS

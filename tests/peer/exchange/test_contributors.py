@@ -32,7 +32,7 @@ def test_the_last_to_contribute_come_first():
 
 def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none():
     clock = HandClock()
-    known = Contributors(clock)
+    known = Contributors(monotonic=clock)
     known.contributed(peer(0), MODULE, 1)
     for _ in range(50):
         known.failed(peer(0))

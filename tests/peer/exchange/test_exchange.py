@@ -599,7 +599,8 @@ def test_who_is_not_admitted_is_turned_away_by_its_first_bytes(peers, monkeypatc
         return decode(data)
 
     monkeypatch.setattr(responder, "decode_request", note)
-    stranger.exchange.on_called = one.exchange.on_called = lambda *call: called.append(call)
+    for node in (stranger, one):
+        node.run.contributors.called = lambda *call: called.append(call)
     rows = [row_of(9, number) for number in range(100)]
     stranger.exchange.tell([other.peer], MODULE, rows, keep=True)
     # It was there: whoever does not know a peer's admission yet is not taken for gone.

@@ -72,9 +72,9 @@ def start_node(folder, *initial_peers, client_mode=False, run_id=RUN_ID, operato
     return node
 
 
-def directory_of(node, run_id, operator_key=bytes(32)):
+def directory_of(node, run_id, operator_key=bytes(32), **options):
     """Return a directory of another run in which everybody is in."""
-    directory = Directory(node.dht, node.identity, run_id, OpenGate(run_id, operator_key))
+    directory = Directory(node.dht, node.identity, run_id, OpenGate(run_id, operator_key), **options)
     directory.serve(GRID)
     directory.admission = ADMISSION
     return directory

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from dipaco.base.waits import BriefLock
 from dipaco.protocol.chain.steps import Step
@@ -21,10 +22,17 @@ FAILURES, APART_S = 3, 5.0
 
 
 class Contributors:
-    """Peers by the modules that they contributed to. Thread-safe."""
+    """Peers by the modules that they contributed to. Thread-safe.
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
+    :param given: addresses of the peers through which this one joined
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._given, self._monotonic = given, monotonic
         self._lock = BriefLock()
         self._rounds: dict[str, dict[str, int]] = {}
         """The last round of each peer, by module."""
@@ -95,6 +103,11 @@ class Contributors:
                     newest[peer] = max(round_index, newest.get(peer, round_index))
             order = sorted(newest, key=lambda peer: (-newest[peer], peer))
             return {peer: self._addresses.get(peer, ()) for peer in order}
+
+    def known_directly(self, modules: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        """Return whom to ask where the DHT shows nobody: who contributed to any of these modules,
+        and until there is somebody, the peers through which this one joined."""
+        return self.of_modules(modules) or self._given
 
     def all(self) -> dict[str, tuple[str, ...]]:
         """Return everybody, as `of_modules` does."""
