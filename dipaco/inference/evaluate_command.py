@@ -66,7 +66,6 @@ class EvaluationSettings(CorpusSettings, InferenceSettings):
             "FILE",
         ),
     ] = None
-    fit_steps: Annotated[int, Option("training steps of --fit-rerouter", "N", least=1)] = 1000
     mix: Annotated[
         int,
         Option(
@@ -163,7 +162,6 @@ def _fit(
     rerouter, report = fit_to_documents(
         source,
         settings.documents(),
-        steps=settings.fit_steps,
         device=device,
         progress=progress,
     )

@@ -25,6 +25,7 @@ from .rerouter import Rerouter
 from .sources import StateSource, assemble_path
 from .token_losses import nats_of_paths, row_tensor
 
+STEPS = 1000
 _FEWEST_DOCUMENTS = 20
 # Every so many documents one is held out, by which the best parameters are chosen.
 _HELD_OUT_EVERY = 10
@@ -49,7 +50,6 @@ def fit_to_documents(
     source: StateSource,
     documents: Iterable[Document],
     *,
-    steps: int,
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Rerouter, FitReport]:
@@ -75,7 +75,7 @@ def fit_to_documents(
             progress,
         )
         base = source.base_model(device)
-        return _fit_rerouter(base, windows, nats, steps=steps, device=device, progress=progress)
+        return _fit_rerouter(base, windows, nats, device=device, progress=progress)
 
 
 def _fit_rerouter(
@@ -83,7 +83,6 @@ def _fit_rerouter(
     windows: DocumentWindows,
     nats: np.ndarray,
     *,
-    steps: int,
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Rerouter, FitReport]:
@@ -104,30 +103,30 @@ def _fit_rerouter(
     fit = _Fit(rerouter, windows, nats)
     schedule = InnerConfig(
         learning_rate=_LEARNING_RATE,
-        warmup_steps=min(_WARMUP_STEPS, steps),
-        decay_steps=max(steps - _WARMUP_STEPS, 1),
+        warmup_steps=min(_WARMUP_STEPS, STEPS),
+        decay_steps=max(STEPS - _WARMUP_STEPS, 1),
     )
     chosen_by = windows.rows_of_documents(held_out)
     best, kept_step, kept = fit.loss_of(chosen_by), 0, _copied(rerouter)
-    every = max(1, steps // _EVALUATIONS)
-    batches = _batches(windows.rows_of_documents(~held_out), steps)
+    every = max(1, STEPS // _EVALUATIONS)
+    batches = _batches(windows.rows_of_documents(~held_out))
     for step, rows in enumerate(batches, start=1):
         fit.step(rows, learning_rate_at(schedule, step - 1))
-        if step % every == 0 or step == steps:
+        if step % every == 0 or step == STEPS:
             loss = fit.loss_of(chosen_by)
-            progress(f"step {step} of {steps}: {loss:.5f} nats above the best path")
+            progress(f"step {step} of {STEPS}: {loss:.5f} nats above the best path")
             if loss < best:
                 best, kept_step, kept = loss, step, _copied(rerouter)
     rerouter.load_state_dict(kept)
-    return rerouter.to("cpu").eval(), FitReport(len(windows), steps, kept_step)
+    return rerouter.to("cpu").eval(), FitReport(len(windows), STEPS, kept_step)
 
 
-def _batches(rows: np.ndarray, steps: int) -> Iterator[np.ndarray]:
+def _batches(rows: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the rows of each step: whole epochs, each in its own order."""
     size = min(_BATCH_ROWS, len(rows))
     generator = np.random.default_rng(0)
     pending = np.empty(0, dtype=np.int64)
-    for _ in range(steps):
+    for _ in range(STEPS):
         if len(pending) < size:
             pending = np.concatenate([pending, generator.permutation(rows)])
         yield pending[:size]

@@ -65,7 +65,7 @@ class RoundReport:
         return LossSum.total(path.validation for path in self.paths)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values: a line of `--json` and `--log-json`."""
+        """Return the report as plain values: a line of `--json`."""
         return {
             "event": "simulated_round",
             "round": self.round_index,

@@ -62,24 +62,17 @@ def _run_rounds(
     printer: _RoundPrinter | None,
 ) -> None:
     """Run and print the rounds, and save the states after each. On Ctrl+C say what is kept."""
-    log = settings.log_json
-    if log is not None:
-        atomic_write(log, b"")
     last: RoundReport | None = None
     try:
         for _ in range(settings.rounds):
             last = swarm.run_round()
-            line = json.dumps(last.as_dict())
             if output is not None:
                 for state in swarm.states.values():
                     output.states.save(state)
-            if log is not None:
-                with log.open("a") as file:
-                    file.write(f"{line}\n")
             if printer:
                 printer.round(last)
             else:
-                print(line, flush=True)
+                print(json.dumps(last.as_dict()), flush=True)
     except KeyboardInterrupt:
         kept = f"; {_where(output)}" if output is not None and last else ", and nothing is kept"
         say(f"ended after {swarm.next_round} of {settings.rounds} rounds{kept}")

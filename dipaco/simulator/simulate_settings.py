@@ -61,4 +61,3 @@ class SimulateSettings(ComputeSettings):
         Literal["adamw", "adamw8bit"], Option("adamw or adamw8bit, as for the peers")
     ] = "adamw"
     json: Annotated[bool, Option("print one JSON object per round")] = False
-    log_json: Annotated[Path | None, Option("write these objects to FILE", "FILE")] = None

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from dipaco.base.errors import AddressError, ConfigurationError, CorpusError, IntegrityError, NetworkError, StorageError
-from dipaco.inference import evaluate_command
+from dipaco.inference import evaluate_command, fit_rerouter
 from dipaco.inference.evaluate import Evaluated, EvaluationReport, Rerouting, evaluate, load_baseline
 from dipaco.inference.fit_rerouter import fit_to_documents
 from dipaco.inference.mixing import mixed_losses
@@ -165,8 +165,8 @@ def rerouter(trained, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         lines = []
         patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
-        fit = ["--fit-rerouter", str(out), "--fit-steps", "150"]
-        assert evaluate_command.main([*arguments, *fit]) == 0
+        patch.setattr(fit_rerouter, "STEPS", 150)
+        assert evaluate_command.main([*arguments, "--fit-rerouter", str(out)]) == 0
     said = json.loads(lines[0])
     assert said["file"] == str(out)
     assert (said["documents"], said["steps"]) == (40, 150)
@@ -378,9 +378,10 @@ def test_the_command_reroutes(trained, rerouter, tmp_path, capsys):
     assert "rerouted" in capsys.readouterr().out
 
 
-def test_the_same_documents_give_the_same_rerouter(trained, tmp_path, capsys):
+def test_the_same_documents_give_the_same_rerouter(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fit_rerouter, "STEPS", 2)
     data = write_jsonl(tmp_path / "mixed.jsonl", mixed_documents(10, 5))
-    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--fit-steps", "2"]
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data)]
     files = [tmp_path / name for name in ("first", "second")]
     for file in files:
         assert evaluate_command.main([*arguments, "--fit-rerouter", str(file)]) == 0
@@ -391,10 +392,10 @@ def test_the_same_documents_give_the_same_rerouter(trained, tmp_path, capsys):
 def test_fitting_takes_enough_documents_and_every_path(damaged, tmp_path):
     source = DiskSource(damaged())
     with pytest.raises(CorpusError, match="16 documents"):
-        fit_to_documents(source, held_out(), steps=2, device=CPU)
+        fit_to_documents(source, held_out(), device=CPU)
     RunFolder(tmp_path / "copy").states.remove("P2")
     with pytest.raises(StorageError, match="P2"):
-        fit_to_documents(DiskSource(tmp_path / "copy"), held_out(), steps=2, device=CPU)
+        fit_to_documents(DiskSource(tmp_path / "copy"), held_out(), device=CPU)
 
 
 @pytest.mark.parametrize(

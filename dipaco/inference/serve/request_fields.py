@@ -59,7 +59,6 @@ _NOT_DONE: Final = {
     "echo": (None, False),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "mix": (None, 1),
     "context_shift": (None, False),
 }
 

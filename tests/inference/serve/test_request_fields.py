@@ -64,7 +64,6 @@ def chat(reader, **body):
         ({"seed": "s" * 600}, 400, "seed: at most 512 characters"),
         ({"suffix": "b"}, 400, "suffix is not supported"),
         ({"echo": True}, 400, "echo is not supported"),
-        ({"mix": 2}, 400, "mix is not supported"),
     ],
     ids=lambda value: str(value)[:60],
 )
