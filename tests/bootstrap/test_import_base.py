@@ -243,11 +243,6 @@ def test_special_pieces_may_be_anywhere(foreign):
     assert ours.encode(" ba du") == theirs.encode("ba du")
 
 
-def test_a_tokenizer_that_fits_is_left_alone(exported):
-    model = (exported[1] / "tokenizer.model").read_bytes()
-    assert ImportedBase(exported[1]).tokenizer == model
-
-
 def test_a_model_file_is_used_as_it_is(foreign, tmp_path):
     checkpoint, _ = foreign
     own = tmp_path / "own"

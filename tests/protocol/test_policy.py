@@ -18,19 +18,9 @@ from dipaco.protocol.policy import choose_own_path, choose_path, lead_rank, reso
 from dipaco.protocol.records import Claim, ProgressEntry
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
+from support.wire.peers import peer
 
 DURATION_S = 100.0
-_DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-
-
-@lru_cache(maxsize=1024)
-def peer_name(number):
-    """Return a name in the alphabet of peer ids."""
-    text = ""
-    while number or not text:
-        number, digit = divmod(number, len(_DIGITS))
-        text += _DIGITS[digit]
-    return "Qm" + "1" * (44 - len(text)) + text
 
 
 @lru_cache(maxsize=64)
@@ -46,7 +36,7 @@ def grid_of(modules_per_level=(2, 2), private=False):
 
 
 def claim(number, path, since_s=0.0, state="training", round_index=0):
-    return Claim(peer_id=peer_name(number), path=path, state=state, since_s=since_s, round=round_index)
+    return Claim(peer_id=peer(number), path=path, state=state, since_s=since_s, round=round_index)
 
 
 def progress(path, last_round):
@@ -68,21 +58,21 @@ def view_of(claims=(), last_rounds=None, now_s=0.0, **fields):
 
 def test_a_newcomer_takes_the_path_with_the_fewest_trainers():
     view = view_of([claim(1, 0), claim(2, 1), claim(3, 3)], {2: 50})
-    decision = choose_path(view, grid_of(), peer_name(9))
+    decision = choose_path(view, grid_of(), peer(9))
     assert decision.path == 2
     assert decision.reason == "nobody has trained it since round 50"
 
 
 def test_among_unserved_paths_the_one_that_waited_longest_comes_first():
     view = view_of([claim(1, 0)], {0: 9, 1: 7, 2: 5, 3: 6})
-    assert choose_path(view, grid_of(), peer_name(9)).path == 2
+    assert choose_path(view, grid_of(), peer(9)).path == 2
     view = view_of([claim(1, 0)], {0: 9, 1: 7, 2: 5})
-    assert choose_path(view, grid_of(), peer_name(9)).path == 3
+    assert choose_path(view, grid_of(), peer(9)).path == 3
 
 
 def test_own_claim_and_leaving_peers_do_not_count_as_service():
     view = view_of([claim(1, 0, state="leaving"), claim(9, 1), claim(2, 2), claim(3, 3)], {1: 5})
-    assert choose_path(view, grid_of(), peer_name(9)).path == 0
+    assert choose_path(view, grid_of(), peer(9)).path == 0
 
 
 def test_a_peer_with_texts_begins_where_most_are_and_gives_each_path_its_share_of_the_rounds():
@@ -96,12 +86,12 @@ def test_a_peer_with_texts_begins_where_most_are_and_gives_each_path_its_share_o
 
 def test_a_pinned_path_is_taken_whatever_the_view_says():
     view = view_of([claim(n, 3) for n in range(5)])
-    assert choose_path(view, grid_of(), peer_name(9), pinned=3).path == 3
+    assert choose_path(view, grid_of(), peer(9), pinned=3).path == 3
 
 
 def test_newcomers_to_an_empty_swarm_spread_over_the_paths():
     grid = grid_of((4, 4))
-    chosen = Counter(choose_path(view_of(), grid, peer_name(n)).path for n in range(160))
+    chosen = Counter(choose_path(view_of(), grid, peer(n)).path for n in range(160))
     assert len(chosen) == 16
     assert max(chosen.values()) < 25
 
@@ -112,7 +102,7 @@ def test_newcomers_to_an_empty_swarm_spread_over_the_paths():
 def test_of_two_that_join_one_path_exactly_one_gives_way():
     grid = grid_of()
     view = view_of([claim(1, 0, state="joining"), claim(2, 0, state="joining")])
-    moves = [resolve_collision(view, grid, peer_name(n)) for n in (1, 2)]
+    moves = [resolve_collision(view, grid, peer(n)) for n in (1, 2)]
     assert sum(move is None for move in moves) == 1
     (moved,) = (move for move in moves if move is not None)
     assert moved.path != 0
@@ -120,16 +110,16 @@ def test_of_two_that_join_one_path_exactly_one_gives_way():
 
 def test_who_trains_already_stays_and_the_newcomer_gives_way():
     view = view_of([claim(1, 0, since_s=5.0), claim(2, 0, since_s=0.0, state="joining")])
-    decision = resolve_collision(view, grid_of(), peer_name(2))
+    decision = resolve_collision(view, grid_of(), peer(2))
     assert decision.path != 0
 
 
 def test_nobody_gives_way_when_no_path_is_worse_served():
     claims = [claim(n, n) for n in range(4)] + [claim(9, 0, state="joining")]
-    assert resolve_collision(view_of(claims), grid_of(), peer_name(9)) is None
-    assert resolve_collision(view_of(), grid_of(), peer_name(9)) is None
+    assert resolve_collision(view_of(claims), grid_of(), peer(9)) is None
+    assert resolve_collision(view_of(), grid_of(), peer(9)) is None
     alone = view_of([claim(1, 0, state="joining"), claim(2, 0, state="joining")])
-    assert resolve_collision(alone, grid_of((1,)), peer_name(2)) is None
+    assert resolve_collision(alone, grid_of((1,)), peer(2)) is None
 
 
 # -- moving
@@ -138,27 +128,27 @@ def test_nobody_gives_way_when_no_path_is_worse_served():
 def test_a_spare_replica_goes_to_an_unserved_path_at_once():
     claims = [claim(1, 0), claim(2, 0, since_s=5.0), claim(3, 1), claim(4, 2)]
     view = view_of(claims, {0: 3, 1: 3, 2: 3, 3: 1})
-    moves = {n: should_move(view, grid_of(), peer_name(n), rounds_on_path=0, dwell_rounds=2) for n in (1, 2, 3, 4)}
+    moves = {n: should_move(view, grid_of(), peer(n), rounds_on_path=0, dwell_rounds=2) for n in (1, 2, 3, 4)}
     assert {n: move.path for n, move in moves.items() if move} == {2: 3}
 
 
 def test_nobody_moves_before_the_dwell_is_over():
     view = view_of([claim(1, 0, round_index=5)], {0: 5})
-    me = peer_name(1)
+    me = peer(1)
     assert should_move(view, grid_of(), me, rounds_on_path=1, dwell_rounds=2) is None
     assert should_move(view, grid_of(), me, rounds_on_path=2, dwell_rounds=2) is not None
 
 
 def test_nobody_moves_to_a_path_that_waited_less():
     view = view_of([claim(1, 0, round_index=2)], {0: 1, 1: 9, 2: 9, 3: 9})
-    assert should_move(view, grid_of(), peer_name(1), rounds_on_path=4, dwell_rounds=1) is None
+    assert should_move(view, grid_of(), peer(1), rounds_on_path=4, dwell_rounds=1) is None
 
 
 @pytest.mark.parametrize(("last_round", "moves"), [(3, True), (4, False)])
 def test_a_path_has_waited_longer_when_its_last_round_is_before_the_one_that_was_trained_last(last_round, moves):
     """Its own record may not have come yet: in round 5, round 4 is the last that the peer has trained."""
     view = view_of([claim(1, 0, round_index=5)], {1: last_round, 2: 4, 3: 4})
-    assert bool(should_move(view, grid_of(), peer_name(1), rounds_on_path=4, dwell_rounds=1)) is moves
+    assert bool(should_move(view, grid_of(), peer(1), rounds_on_path=4, dwell_rounds=1)) is moves
 
 
 @pytest.mark.parametrize(("dwell_rounds", "patience_s"), [(1, 600.0), (2, 900.0)])
@@ -169,9 +159,7 @@ def test_a_lead_whose_turn_it_is_is_waited_for_three_dwells_and_three_rounds(dwe
     def movers(now_s):
         view = view_of(claims, {0: 8, 1: 8, 2: 8, 3: 0}, now_s)
         return [
-            n
-            for n in (1, 2, 3)
-            if should_move(view, grid_of(), peer_name(n), rounds_on_path=9, dwell_rounds=dwell_rounds)
+            n for n in (1, 2, 3) if should_move(view, grid_of(), peer(n), rounds_on_path=9, dwell_rounds=dwell_rounds)
         ]
 
     assert movers(patience_s) == [1]
@@ -188,7 +176,7 @@ def test_beside_a_trainer_that_never_moves_nobody_else_need_stay():
         return {
             n: move.path
             for n in (1, 2, 3, 4)
-            if (move := should_move(view, grid_of(), peer_name(n), rounds_on_path=0, dwell_rounds=2))
+            if (move := should_move(view, grid_of(), peer(n), rounds_on_path=0, dwell_rounds=2))
         }
 
     assert movers([pinned, *others]) == {2: 3}
@@ -200,16 +188,14 @@ def test_a_path_of_three_trainers_gives_one_to_a_path_of_one_and_none_to_a_path_
     claims = [claim(n, 0, since_s=n) for n in range(3)]
     claims += [claim(10 * path + n, path) for path in (1, 2, 3) for n in range(elsewhere)]
     view = view_of(claims)
-    peers = [n for n in range(3) if should_move(view, grid_of(), peer_name(n), rounds_on_path=9, dwell_rounds=1)]
+    peers = [n for n in range(3) if should_move(view, grid_of(), peer(n), rounds_on_path=9, dwell_rounds=1)]
     assert peers == moves
 
 
 def test_two_movers_take_different_paths():
     view = view_of([claim(1, 0, round_index=5), claim(2, 1, round_index=5)], {0: 4, 1: 4})
     targets = {
-        move.path
-        for n in (1, 2)
-        if (move := should_move(view, grid_of(), peer_name(n), rounds_on_path=1, dwell_rounds=1))
+        move.path for n in (1, 2) if (move := should_move(view, grid_of(), peer(n), rounds_on_path=1, dwell_rounds=1))
     }
     assert targets == {2, 3}
 
@@ -217,15 +203,15 @@ def test_two_movers_take_different_paths():
 def test_replicas_even_out():
     claims = [*(claim(n, 0, since_s=n) for n in range(3)), *(claim(10 + n, n) for n in (1, 2, 3))]
     view = view_of(claims)
-    moves = [n for n in range(3) if should_move(view, grid_of(), peer_name(n), rounds_on_path=2, dwell_rounds=2)]
+    moves = [n for n in range(3) if should_move(view, grid_of(), peer(n), rounds_on_path=2, dwell_rounds=2)]
     assert moves == [2]
     two = view_of([claim(1, 0), claim(2, 0), *(claim(10 + n, n) for n in (1, 2, 3))])
-    assert should_move(two, grid_of(), peer_name(2), rounds_on_path=9, dwell_rounds=1) is None
+    assert should_move(two, grid_of(), peer(2), rounds_on_path=9, dwell_rounds=1) is None
 
 
 def test_who_passes_over_all_other_paths_stays():
     claims = [*(claim(n, 0, since_s=n) for n in range(3)), *(claim(10 + n, n) for n in (1, 2, 3))]
-    view, me = view_of(claims), peer_name(2)
+    view, me = view_of(claims), peer(2)
     others = {1, 2, 3}
     for left in others:
         exclude = others - {left}
@@ -233,8 +219,8 @@ def test_who_passes_over_all_other_paths_stays():
         assert moved.path == left
     for exclude in (others, {0, *others}):
         assert not should_move(view, grid_of(), me, rounds_on_path=2, dwell_rounds=2, exclude=exclude)
-    assert choose_path(view, grid_of(), peer_name(9), exclude=others).path == 0
-    assert choose_path(view, grid_of(), peer_name(9), exclude={0, *others}).path in others
+    assert choose_path(view, grid_of(), peer(9), exclude=others).path == 0
+    assert choose_path(view, grid_of(), peer(9), exclude={0, *others}).path in others
 
 
 class Swarm:
@@ -262,7 +248,7 @@ class Swarm:
         return view_of(self.claims.values(), self.last_rounds, now_s)
 
     def join(self, pinned=None):
-        me = peer_name(self.born)
+        me = peer(self.born)
         self.born += 1
         if pinned is not None:
             self.pinned.add(me)
@@ -294,7 +280,7 @@ class Swarm:
             self.last_rounds[self.claims[me].path] = self.round
             self.rounds_on_path[me] += 1
         self.round += 1
-        for me in [peer for peer, when in self.expires.items() if when <= self.round]:
+        for me in [gone for gone, when in self.expires.items() if when <= self.round]:
             self.claims.pop(me, None)
             del self.expires[me]
         before = self.view()
@@ -424,16 +410,16 @@ def test_a_peer_that_never_moves_does_not_hold_up_the_others():
 
 def test_the_oldest_claim_leads_and_a_tie_goes_to_the_smaller_peer_id():
     view = view_of([claim(1, 0, 5.0), claim(2, 0, 3.0), claim(3, 0, 5.0), claim(4, 1, 1.0)])
-    assert [lead_rank(view, peer_name(n), 0) for n in (2, 1, 3)] == [0, 1, 2]
-    assert lead_rank(view, peer_name(4), 0) == 3
+    assert [lead_rank(view, one, 0) for one in (peer(2), *sorted((peer(1), peer(3))))] == [0, 1, 2]
+    assert lead_rank(view, peer(4), 0) == 3
 
 
 def test_the_expected_group_is_who_trains_a_path_through_the_module():
     claims = [claim(0, 0), claim(1, 1), claim(2, 2), claim(3, 0, state="joining")]
     view = view_of([*claims, claim(4, 1, state="leaving")])
-    assert view.group(grid_of(), "L0.E0", joining=False) == {peer_name(0), peer_name(1)}
-    assert view.group(grid_of(), "L1.E0", joining=False) == {peer_name(0), peer_name(2)}
-    assert view.group(grid_of((2, 2), private=True), "P1", joining=False) == {peer_name(1)}
+    assert view.group(grid_of(), "L0.E0", joining=False) == {peer(0), peer(1)}
+    assert view.group(grid_of(), "L1.E0", joining=False) == {peer(0), peer(2)}
+    assert view.group(grid_of((2, 2), private=True), "P1", joining=False) == {peer(1)}
 
 
 def test_movers_that_see_different_paths_go_to_different_modules():
@@ -443,6 +429,6 @@ def test_movers_that_see_different_paths_go_to_different_modules():
         # Of this peer's bucket no other path has ever been trained.
         mine = claim(1, 64 * 62 + bucket, round_index=9)
         view = replace(view_of([mine], now_s=1000.0), scope=scope_of((), (bucket,), grid))
-        decision = should_move(view, grid, peer_name(1), rounds_on_path=9, dwell_rounds=2)
+        decision = should_move(view, grid, peer(1), rounds_on_path=9, dwell_rounds=2)
         targets.add(grid.modules_of_path(decision.path)[0])
     assert len(targets) > 8
