@@ -195,8 +195,7 @@ def test_states_that_need_the_base_at_once_look_for_it_once(hub, tmp_path, monke
 
     directory = SimpleNamespace(find_blob_holders=lambda sha256: ())
     exchange = SimpleNamespace(get=get)
-    fetcher = ContentFetcher(directory, exchange, blobs, blobs, plan, run.grid(plan))
-    fetcher.say = said.append
+    fetcher = ContentFetcher(directory, exchange, blobs, blobs, plan, run.grid(plan), say=said.append)
     with ThreadPoolExecutor(4) as threads:
         for path in threads.map(fetcher.blob, [base] * 4):
             assert path.read_bytes() == content

@@ -167,7 +167,7 @@ class Fetcher(ContentFetcher):
 
     def __init__(self, source, own):
         self.blobs, self.source, self.said = own.blobs, source, []
-        self.say = self.said.append
+        self._say = self.said.append
 
     def blob(self, sha256, what="a blob"):
         if not self.blobs.has(sha256):

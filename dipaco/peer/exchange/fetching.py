@@ -53,21 +53,21 @@ class ContentFetcher:
         plan: RunPlan,
         grid: Grid,
         given_peers: Iterable[str] = (),
+        say: Callable[[str], None] = logger.info,
     ) -> None:
-        """Peers whose addresses were given, `given_peers`, are asked directly."""
+        """Peers whose addresses were given, `given_peers`, are asked directly. `say` is told of the
+        progress of downloads that take longer than some seconds."""
         self._directory, self._exchange = directory, exchange
         self.blobs, self._kept = blobs, kept
         self._plan, self._grid = plan, grid
-        self._given_peers = tuple(given_peers)
-        self.say: Callable[[str], None] = logger.info
-        """Called with the progress of downloads that take longer than some seconds."""
+        self._given_peers, self._say = tuple(given_peers), say
         self._max_bytes = max_core_bytes(plan, grid)
         """The most bytes of each blob of the run, by hash; replaced as a whole."""
         # A path's first states are fetched at the same time, and each of them needs the base.
         self._base_turn, self._hub_cache_lacks_it = threading.Lock(), False
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
-        stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
+        stage = StageProgress(f"fetching {what}", self._say, shown=lambda n: shown_bytes(int(n)))
         return stage.update
 
     def use_shards(self, index: ShardIndex) -> None:
@@ -132,7 +132,7 @@ class ContentFetcher:
                 return True
             if self._hub_cache_lacks_it:
                 return False
-            found = take_base_from_hub_cache(self._plan, self.blobs, self.say)
+            found = take_base_from_hub_cache(self._plan, self.blobs, self._say)
             self._hub_cache_lacks_it = not found
             return found
 
@@ -146,7 +146,7 @@ class ContentFetcher:
         except IntegrityError:
             if self.blobs.verify(sha256):
                 raise
-        self.say(f"{what} is damaged on this disk and is fetched again")
+        self._say(f"{what} is damaged on this disk and is fetched again")
         self.blobs.remove(sha256)
         self.needed_blob(sha256, what)
         return read()
@@ -166,7 +166,7 @@ class ContentFetcher:
                 if left_s < 0 or not isinstance(error, NetworkError):
                     raise type(error)(f"{error}; {_ASK_AGAIN}") from None
                 if not is_said:
-                    self.say(f"{error}; tries again for {left_s:.0f} s at most")
+                    self._say(f"{error}; tries again for {left_s:.0f} s at most")
                 is_said = True
             time.sleep(NEEDED_AGAIN_S)
 

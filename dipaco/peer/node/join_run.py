@@ -69,7 +69,7 @@ def join_run(
         identity.release()
         raise
     exchange = Exchange(HivemindTransport(entered.dht, uplink))
-    membership = Membership(identity, entered.dht, exchange, Clock(), entered.through)
+    membership = Membership(identity, entered.dht, exchange, Clock(), entered.through, say)
     try:
         exchange.start()
         entered.dht.on_restart(exchange.connect_again)
@@ -85,7 +85,6 @@ def join_run(
             runs_folder,
             write_manifest=run_folder is None,
         )
-        node.fetcher.say = say
         node.serve_run()
         return node
     except BaseException:

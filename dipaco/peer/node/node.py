@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ from dipaco.routing.run_folder import RunFolder
 from .guests import admit, open_gate
 from .states import States
 
+logger = logging.getLogger("dipaco.peer.node.node")
+
 # How many steps of a chain on the disk have their peers known from the start.
 _REMEMBERED_STEPS = 3
 
@@ -61,6 +64,8 @@ class Membership:
     """The swarm's time."""
     initial_peers: tuple[str, ...] = ()
     """The addresses that this process joined through."""
+    say: Callable[[str], None] = logger.info
+    """Tells the person at this machine what takes long."""
 
     def close(self) -> None:
         """Stop the exchange and the DHT; bounded."""
@@ -163,7 +168,6 @@ class Node(Membership):
         """
         path = self.runs_folder / manifest.plan.run_id
         node = open_run(self, manifest, path, self.cache_folder, self.runs_folder, earlier=self)
-        node.fetcher.say = self.fetcher.say
         for sha256 in node.fetcher.all_blobs():
             if self.blobs.has(sha256):
                 link_or_copy(self.blobs.path(sha256), node.blobs.path(sha256))
@@ -251,7 +255,9 @@ def open_run(
     )
     directory.serve(grid)
     given = map(peer_of, membership.initial_peers)
-    fetcher = ContentFetcher(directory, membership.exchange, blobs, kept, plan, grid, given)
+    fetcher = ContentFetcher(
+        directory, membership.exchange, blobs, kept, plan, grid, given, membership.say
+    )
     max_bytes = functools.cache(functools.partial(_max_row_bytes, plan, grid))
     check = RowCheck(plan, grid, gate, max_bytes=max_bytes, now=membership.clock.now)
     chains = _open_chains(plan, grid, kept.index, me, contributors, gate)
@@ -261,6 +267,7 @@ def open_run(
         exchange=membership.exchange,
         clock=membership.clock,
         initial_peers=membership.initial_peers,
+        say=membership.say,
         directory=directory,
         manifest=manifest,
         plan=plan,

@@ -37,18 +37,18 @@ class _Swarm:
         return Path("here")
 
 
-def _fetcher(swarm, folder, monkeypatch):
+def _fetcher(swarm, folder, monkeypatch, **options):
     monkeypatch.setattr(fetching, "NEEDED_AGAIN_S", 0.0)
     plan = make_plan()
     stores = BlobStore(folder / "blobs"), KeptFiles(folder / "store")
     grid = Grid(plan.model, plan.grid)
-    return ContentFetcher(swarm, swarm, *stores, plan, grid, given_peers=["given"])
+    return ContentFetcher(swarm, swarm, *stores, plan, grid, given_peers=["given"], **options)
 
 
 def test_a_holder_that_has_just_gone_ends_no_program(tmp_path, monkeypatch):
     swarm = _Swarm(NetworkError("its address is not known"), NetworkError("it is busy"))
-    fetcher, said = _fetcher(swarm, tmp_path, monkeypatch), []
-    fetcher.say = said.append
+    said = []
+    fetcher = _fetcher(swarm, tmp_path, monkeypatch, say=said.append)
     assert fetcher.needed_blob(SHA, "the tokenizer") == Path("here")
     assert swarm.asked == 3
     assert len(said) == 1, said
