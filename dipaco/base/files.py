@@ -157,6 +157,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} is not TOML: {error}") from None
 
 
+def json_object(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if there is no such file, or none in it."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def canonical_json(value: Any) -> bytes:
     """Serialise with sorted keys and no white space, so that equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

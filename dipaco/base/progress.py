@@ -86,16 +86,14 @@ class StageProgress:
 
 
 @contextmanager
-def bar_or_lines(
-    name: str, console: Console, *, shown: Callable[[float], str] = _shown_count
-) -> Iterator[StageProgress]:
+def bar_or_lines(name: str, console: Console) -> Iterator[StageProgress]:
     """Show progress on a console while the body runs: a bar if it is a terminal."""
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
     if not console.is_terminal:
-        yield StageProgress(name, say, shown=shown)
+        yield StageProgress(name, say)
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -106,7 +104,7 @@ def bar_or_lines(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        yield StageProgress(name, say, bar, shown=shown)
+        yield StageProgress(name, say, bar)
 
 
 def each(

@@ -6,8 +6,6 @@ A predecessor is a run folder: the operator's own, a peer's cache, or what `dipa
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ from dipaco.base.errors import (
     NetworkError,
     StorageError,
 )
-from dipaco.base.files import atomic_write, link_or_copy, storage_errors
+from dipaco.base.files import atomic_write, json_object, link_or_copy, storage_errors
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, read_state, read_state_summary
@@ -68,8 +66,8 @@ class Predecessor:
     def how_rows_were_read(self) -> dict[str, Any]:
         """The keys of [data] by which its documents were read, if it was prepared there."""
         for made in sorted(self.work.glob("tokens*/*/made.json")):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                return dict(json.loads(made.read_bytes())["read"])
+            if (found := json_object(made)) is not None and "read" in found:
+                return dict(found["read"])
         return {}
 
     @cached_property

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.files import atomic_write, canonical_json, storage_errors
+from dipaco.base.files import atomic_write, canonical_json, json_object, storage_errors
 from dipaco.bootstrap.prepare_output import Display
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.protocol.grid import Grid
@@ -145,11 +145,7 @@ class Stage(ABC):
 
 def read_made(folder: Path) -> dict[str, Any] | None:
     """Return the outputs of a stage that is done, also in another run folder; else None."""
-    try:
-        outputs = json.loads((folder / _MADE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return outputs if isinstance(outputs, dict) else None
+    return json_object(folder / _MADE)
 
 
 def _remove_others(folder: Path) -> None:

@@ -3,7 +3,6 @@ was made of, so that an export that was stopped continues, and nothing else is e
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.base.files import storage_errors
+from dipaco.base.files import json_object, storage_errors
 from dipaco.protocol.plan import RunPlan
 
 from .tokenizer_files import json_bytes
@@ -30,11 +29,7 @@ def note_of(plan: RunPlan, part: int | str, **content: Any) -> dict[str, Any]:
 
 def read_note(folder: Path) -> dict[str, Any] | None:
     """Return what a folder says it was made of; None if it is no export."""
-    try:
-        found = json.loads((folder / NOTE_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    return json_object(folder / NOTE_FILE)
 
 
 def check_replaceable(folder: Path, note: Mapping[str, Any]) -> None:
