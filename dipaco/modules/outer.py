@@ -35,9 +35,10 @@ from .device import all_finite, own_pages
 from .state import MAX_COUNT, ModuleState, PathProgress
 from .trimmed_mean import fp32
 
-# A path grows by at most so many times its usual step, and a replica counts at most so many times
-# that, or the median one. With 4 times the median one, a replica that trained nothing cost 2.2 nats
-# and not 0.8 (docs/results/attacks.md); with once, machines of a tenth of the speed cost 0.18.
+# A path grows by at most so many times its usual step, and one of two replicas counts at most so
+# many times that, or the other one. With 4 times the other one, a replica that trained nothing cost
+# 2.2 nats and not 0.8 (docs/results/attacks.md); with once, machines of a tenth of the speed cost
+# 0.18.
 _MAX_OF_USUAL = 2
 # By how much of itself a module's usual norm moves in a step at most, and what it is at least, as a
 # share of the norm of the parameters.
@@ -174,17 +175,12 @@ class OuterRule:
 
         A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
         within the group), or the same for all paths. Replicas of a path split its share by
-        tokens, of which each counts `_MAX_OF_USUAL` times the lower median of the replicas at most,
-        or as many times the path's usual tokens if that is more: a lie takes two thirds from one
-        honest replica, and half from two. Raises ValueError when a contributing path has no
-        sequences.
+        tokens, of which each counts as much as `_most_tokens` says. Raises ValueError when a
+        contributing path has no sequences.
         """
         usual = {path: entry.usual for path, entry in (progress or {}).items()}
         of_path = _tokens_of_paths(rows)
-        most = {
-            path: _MAX_OF_USUAL * max(_lower_median(tokens), usual.get(path, 0))
-            for path, tokens in of_path.items()
-        }
+        most = {path: _most_tokens(tokens, usual.get(path, 0)) for path, tokens in of_path.items()}
         counted = [min(row.tokens, most[row.path]) for row in rows]
         tokens_of_path = {
             path: _sum_of_counts(min(row, most[path]) for row in tokens)
@@ -331,6 +327,18 @@ def advanced_progress(
             read=(before.read + _sum_of_counts(tokens)) % (MAX_COUNT + 1),
         )
     return advanced
+
+
+def _most_tokens(tokens: Sequence[int], usual: int) -> int:
+    """Return how many tokens a replica of a path counts at most, for all that it says.
+
+    Of three or more that is the median, so a lie takes no more than an honest replica of that many
+    tokens has. Of two nobody knows which one lies, and a fast one that counts no more than a slow
+    one would be lost: it counts `_MAX_OF_USUAL` times the other, or times the path's usual tokens.
+    """
+    if len(tokens) > 2:
+        return _lower_median(tokens)
+    return _MAX_OF_USUAL * max(_lower_median(tokens), usual)
 
 
 def _tokens_of_paths(rows: Sequence[OuterRow]) -> dict[int, list[int]]:
