@@ -37,8 +37,8 @@ from typing import Any
 from parts.common import Report, build_parser
 from support.insiders.histories import ATTACKS, run_attacked, run_faulty
 
-from dipaco.simulator.swarm.history import Result
 from dipaco.simulator.swarm.invariants import INVARIANTS
+from dipaco.simulator.swarm.one_history import Result
 from dipaco.simulator.swarm.scenario import PROFILES
 
 # Seeds that a process lives through before it reports.

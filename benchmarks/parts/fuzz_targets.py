@@ -49,8 +49,8 @@ from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import KINDS, parse_record, parse_subkey, record_key, record_subkey
 from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.token_files import check_tokens, open_tokens
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 from .mutations import Spelling
 

@@ -46,9 +46,9 @@ from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.protocol.plan import PathShard, RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.routers.kinds import Router, load_router
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.token_files import open_tokens
 from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 STORE_FOLDER = "store"
 """In a run folder, where what is made in training is."""

@@ -18,7 +18,7 @@ from dipaco.inference.export.form import ExportForm
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.documents.corpus import corpus_files
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.prepared_run import on_cpu, prepare, write_run
 from support.runs.tiny_run import make_tiny_run, tiny_documents

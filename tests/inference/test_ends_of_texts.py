@@ -21,7 +21,7 @@ from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.protocol.config import AdaptersConfig, InnerConfig
 from dipaco.routing.documents.chats import Message
 from dipaco.routing.tokens.chat_tokens import ChatEncoder
-from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 from dipaco.training.inner import InnerLoop
 from support.programs.service import greedy_text, service
 from support.runs.chat_runs import asked_tokens

@@ -10,7 +10,7 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ClockError, NetworkError
 from dipaco.base.patience import since_start_s
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.exchange.contact.known_contributors import Contributors
+from dipaco.peer.exchange.contact.known_contributors import KnownContributors
 from dipaco.peer.presence import refresher
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.presence.refresher import Refresher
@@ -60,7 +60,7 @@ class FakeNode(FakeRun):
         self.fetcher = SimpleNamespace(all_blobs=tuple)
         self.manifest = SimpleNamespace(envelope=b"manifest", plan=peer.plan)
         self.earlier_manifests = tuple
-        self.initial_peers, self.contributors = (), Contributors()
+        self.initial_peers, self.contributors = (), KnownContributors()
         self.dht = FakeDHT()
         self.check = SimpleNamespace(is_in=lambda peer: True)
 

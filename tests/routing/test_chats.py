@@ -13,8 +13,8 @@ from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.routing.documents.chats import Chat, Message
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, holds_chats, iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.tokenizer_json import pack_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 from support.runs.chat_templates import CHATML, INSTRUCT, THINKING
 from support.runs.foreign_base import foreign_tokenizer
 

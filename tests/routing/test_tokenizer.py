@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 PYTHON = """def f(x):
 \tif x:

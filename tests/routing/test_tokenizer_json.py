@@ -19,9 +19,9 @@ from dipaco.inference.export.tokenizer_files import tokenizer_files
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.documents.chats import Message
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, question_tokens
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.run_tokens import RunTokens
 from dipaco.routing.tokens.tokenizer_json import JsonTokenizer, pack_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 from support.runs.foreign_base import (
     CHAT_TEMPLATE,
     FALLBACK,

@@ -12,8 +12,8 @@ from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.member.actions import Action, Adopt, Compute, Publish, Tell
 from dipaco.protocol.member.member import Member
 from dipaco.simulator.swarm.engine import Engine
-from dipaco.simulator.swarm.history import run_history
 from dipaco.simulator.swarm.network import Link, Network
+from dipaco.simulator.swarm.one_history import run_history
 from dipaco.simulator.swarm.scenario import PROFILES, draw_scenario
 from support.insiders import histories, liar
 from support.insiders.histories import run_faulty

@@ -10,8 +10,8 @@ from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.routing.documents.corpus import iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 _CHATS = 200
 _MOST_CHARACTERS = 3000

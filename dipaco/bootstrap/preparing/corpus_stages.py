@@ -23,7 +23,6 @@ from dipaco.routing.documents.corpus import (
     files_in_both,
     holds_chats,
 )
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
 from dipaco.routing.tokens.token_corpus import (
     MAX_LABELS,
@@ -32,6 +31,7 @@ from dipaco.routing.tokens.token_corpus import (
     TokenCorpusWriter,
     write_token_corpora,
 )
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 from .pieces import encode
 from .stages import Job, Stage, inputs_hash, read_made

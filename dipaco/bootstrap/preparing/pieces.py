@@ -22,9 +22,9 @@ from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import Beginnings
 from dipaco.routing.tokens.chat_tokens import ChatEncoder
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.token_corpus import EncodedDocument, encoded
 from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 
 @dataclass(frozen=True)

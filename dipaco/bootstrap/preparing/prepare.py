@@ -17,10 +17,10 @@ from dipaco.base.errors import AddressError, StorageError
 from dipaco.base.files import storage_errors, try_lock
 from dipaco.protocol.plan import RunPlan
 
+from .prepared_summary import Summary
 from .signing import Signing
 from .stages import Job
 from .stages_of_run import check, stages_of
-from .summary import Summary
 
 
 def prepare(job: Job) -> RunPlan:

@@ -18,7 +18,7 @@ from dipaco.inference.sources import StateSource, assemble_path, path_states
 from dipaco.modules.llama import WEIGHTS_FILE
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 from .adapter_gguf import adapter_modelfile, write_adapter_gguf
 from .adapter_peft import write_peft

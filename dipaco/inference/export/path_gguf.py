@@ -19,9 +19,9 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.modules.transformer import rotary_frequencies
 from dipaco.protocol.config import ModelConfig
-from dipaco.routing.tokens.kinds import is_json, read_tokenizer
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
+from dipaco.routing.tokens.tokenizer_kinds import is_json, read_tokenizer
 
 from .checkpoint import without_padding
 from .tokenizer_files import json_pieces

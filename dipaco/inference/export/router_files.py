@@ -20,7 +20,7 @@ from dipaco.modules.llama import CONFIG_FILE, WEIGHTS_FILE, llama_config
 from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.routers.router import FeatureRouter, Prefixes
 from dipaco.routing.routers.simple_routers import LabelRouter
-from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 from .checkpoint import save_tensors, without_padding
 from .export_folder import note_of, read_note, whole_folder

@@ -20,9 +20,9 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
 from dipaco.routing.tokens.chat_tokens import SPECIAL_NAMES
-from dipaco.routing.tokens.kinds import is_json
 from dipaco.routing.tokens.sentencepiece_tokenizer import SentencePieceTokenizer
 from dipaco.routing.tokens.tokenizer_json import SPLITS_SPECIAL, JsonTokenizer
+from dipaco.routing.tokens.tokenizer_kinds import is_json
 
 _SPACE_MARK = "\u2581"
 _SOURCE = "the tokenizer"

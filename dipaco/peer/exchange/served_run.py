@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dipaco.peer.exchange.contact.known_contributors import Contributors
+from dipaco.peer.exchange.contact.known_contributors import KnownContributors
 from dipaco.peer.exchange.files.content import ContentSource, Parts
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.streams.messages import AskReply, AskRequest, PutRequest, TellRequest
@@ -44,7 +44,7 @@ class ServedRun:
     """This peer's own; None for a process that only reads."""
     trains: Callable[[str], bool] = lambda module: False
     """Whether this peer trains a module."""
-    contributors: Contributors = field(default_factory=Contributors)
+    contributors: KnownContributors = field(default_factory=KnownContributors)
     """Peers with rows in the last steps, who have room before others."""
 
     # -- what others are answered

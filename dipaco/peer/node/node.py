@@ -27,7 +27,7 @@ from dipaco.modules.saved_states import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contact.clock import Clock
 from dipaco.peer.exchange.contact.hello import SOFTWARE
-from dipaco.peer.exchange.contact.known_contributors import Contributors
+from dipaco.peer.exchange.contact.known_contributors import KnownContributors
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
@@ -92,7 +92,7 @@ class Node(Membership):
     contributions: ContributionFiles
     check: RowCheck
     fetcher: ContentFetcher
-    contributors: Contributors
+    contributors: KnownContributors
     cache_folder: Path
     """What is this peer's alone."""
     runs_folder: Path
@@ -241,7 +241,7 @@ def open_run(
     blobs.tidy()
     kept.tidy()
     gate = open_gate(manifest, path)
-    contributors = Contributors(_by_peer(membership.initial_peers))
+    contributors = KnownContributors(_by_peer(membership.initial_peers))
     kept.kept_s = KEPT_ROUNDS * plan.rounds.duration_s
     kept.has_contributed = contributors.has_contributed
     directory = Directory(
@@ -306,7 +306,7 @@ def _by_peer(addresses: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _open_chains(
-    plan: RunPlan, grid: Grid, index: Index, me: str, contributors: Contributors, gate: Gate
+    plan: RunPlan, grid: Grid, index: Index, me: str, contributors: KnownContributors, gate: Gate
 ) -> ChainStore:
     """Open the chains, whose contributors are known from now on, beginning with those on the disk:
     they have places and room before others."""

@@ -17,7 +17,7 @@ from typing import Any
 from dipaco.base.bounded_process import BoundedProcess, RefusedError, answer_lines
 from dipaco.base.errors import ConfigurationError
 from dipaco.routing.tokens.chat_tokens import routed_tokens, special_names
-from dipaco.routing.tokens.kinds import is_json, read_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import is_json, read_tokenizer
 
 # Routing looks at the first few dozen tokens, and so many characters hold them.
 _ROUTED_LETTERS = 2**14

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back; `dipaco.routing.tokens.kinds` reads one."""
+    """Text to tokens and back; `dipaco.routing.tokens.tokenizer_kinds` reads one."""
 
     vocabulary_size: int
     chat_template: str | None

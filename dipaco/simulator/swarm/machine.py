@@ -37,9 +37,9 @@ from dipaco.protocol.records import ProgressEntry, refresh_period_s
 from dipaco.protocol.view import claimed_tokens
 
 from .carrying import Carrying
+from .machine_records import MachineRecords
 from .machine_store import Store
 from .network import Link
-from .publishing import Publishing
 from .world import FILE_BYTES, Content, World
 
 # The longest stretch of inner steps, as a share of a round.
@@ -119,7 +119,7 @@ class Machine:
         self.answers: deque[Event] = deque()
         """What actions had for an answer at once."""
         self.carrying = self.carries(self)
-        self.publishing = Publishing(self)
+        self.publishing = MachineRecords(self)
         self._stretch: _Stretch | None = None
         self._is_waiting = False
         self._waits = 0

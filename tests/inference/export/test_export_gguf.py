@@ -13,8 +13,8 @@ from dipaco.inference import export_command
 from dipaco.inference.export.path_gguf import check_gguf, gguf_name, write_gguf
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import ModelConfig
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run, tiny_tokenizer_bytes
 

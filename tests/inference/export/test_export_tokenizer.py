@@ -17,8 +17,8 @@ from dipaco.inference.export.tokenizer_files import (
     tokenizer_json,
 )
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 from support.runs.tiny_run import tiny_documents
 
 CORPUS = Path(__file__).parents[3] / "examples" / "tiny" / "data"

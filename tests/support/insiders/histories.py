@@ -4,8 +4,8 @@ import math
 from functools import partial
 from random import Random
 
-from dipaco.simulator.swarm.history import run_history
 from dipaco.simulator.swarm.machine import Machine
+from dipaco.simulator.swarm.one_history import run_history
 from dipaco.simulator.swarm.scenario import Scenario, draw_scenario
 
 from .attacks_by_rounds import BadTells, InflatedTokens, InventedDigest, RoundToCome

@@ -40,9 +40,9 @@ from dipaco.routing.routers.document_routing import prefix_features
 from dipaco.routing.routers.kinds import KMeansRouter, Prefixes
 from dipaco.routing.routers.router import standardisation
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
 from dipaco.routing.tokens.token_files import scoring_windows, token_dtype
+from dipaco.routing.tokens.tokenizer_kinds import read_tokenizer
 
 TINY_VOCABULARY = 320
 TINY_PREFIX_TOKENS = 8

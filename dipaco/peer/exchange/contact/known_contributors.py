@@ -21,7 +21,7 @@ MAX_PEERS_OF_MODULE, MAX_PEERS = 128, 2048
 FAILURES, APART_S = 3, 5.0
 
 
-class Contributors:
+class KnownContributors:
     """Peers by the modules that they contributed to. Thread-safe.
 
     :param given: addresses of the peers through which this one joined

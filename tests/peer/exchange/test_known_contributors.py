@@ -5,7 +5,7 @@ from dipaco.peer.exchange.contact.known_contributors import (
     FAILURES,
     MAX_PEERS,
     MAX_PEERS_OF_MODULE,
-    Contributors,
+    KnownContributors,
 )
 from support.waiting import HandClock
 from support.wire.exchanges import MODULE, chain_of
@@ -17,7 +17,7 @@ def of_module(known, module):
 
 
 def test_the_last_to_contribute_come_first():
-    known = Contributors()
+    known = KnownContributors()
     for step in chain_of(3, (0, 1)):
         known.step_taken(step)
     known.contributed(peer(2), MODULE, 7)
@@ -32,7 +32,7 @@ def test_the_last_to_contribute_come_first():
 
 def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none():
     clock = HandClock()
-    known = Contributors(monotonic=clock)
+    known = KnownContributors(monotonic=clock)
     known.contributed(peer(0), MODULE, 1)
     for _ in range(50):
         known.failed(peer(0))
@@ -49,7 +49,7 @@ def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none():
 
 
 def test_what_the_dht_hides_keeps_its_address():
-    known = Contributors()
+    known = KnownContributors()
     known.contributed(peer(0), MODULE, 1)
     known.note_addresses({peer(0): ("/ip4/203.0.113.5/tcp/1",), peer(1): ("/ip4/1.2.3.4/tcp/1",)})
     known.note_addresses({peer(0): ()})
@@ -60,7 +60,7 @@ def test_what_the_dht_hides_keeps_its_address():
 
 
 def test_a_module_with_many_contributors_keeps_the_newest():
-    known = Contributors()
+    known = KnownContributors()
     for number in range(2 * MAX_PEERS_OF_MODULE):
         known.contributed(f"peer {number}", MODULE, number)
     assert len(of_module(known, MODULE)) == MAX_PEERS_OF_MODULE

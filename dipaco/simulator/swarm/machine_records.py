@@ -12,7 +12,7 @@ Machine = Any
 _WITHDRAWN_S = 60.0
 
 
-class Publishing:
+class MachineRecords:
     """The records of one life of a machine."""
 
     def __init__(self, machine: Machine) -> None:
