@@ -28,8 +28,9 @@ from dipaco.base.files import canonical_json, storage_errors
 
 from .device import all_finite
 
-# A header is read into memory before it is checked, and files come from strangers.
-MAX_HEADER_BYTES = 2**26
+# A header is parsed before it is checked, which takes 25 times its bytes, and files come from
+# strangers. One of 1,024 blocks, or of 2^15 paths, fits.
+MAX_HEADER_BYTES = 2**22
 
 FileSource = Path | bytes | bytearray | memoryview
 NamedShape = tuple[str, tuple[int, ...]]
@@ -51,11 +52,14 @@ def encode_header(format_name: str, content: Any, tensors: Iterable[NamedShape])
 
 
 def read_header(file: Path) -> bytes:
-    """Read only the header of a state, bounded. Raises `IntegrityError` when there is none."""
+    """Read only the header of a file, bounded. Raises `IntegrityError` when there is none."""
     with storage_errors(file.parent), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise IntegrityError(f"{file} is not a state: its header would be {length} bytes")
+            raise IntegrityError(
+                f"{file} is broken: its header would be {length} bytes, and {MAX_HEADER_BYTES} are "
+                f"the most"
+            )
         header = handle.read(length)
     if len(header) != length:
         raise IntegrityError(f"{file} is cut off")

@@ -20,6 +20,7 @@ from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_file, canonical_json, sha256_of_file, storage_errors
 from dipaco.protocol.config import ModelConfig, parse_config
 
+from .canonical_file import read_header
 from .frozen_base import FILE_FORMATS, NF4_BYTES, FrozenBase
 from .layout import parameter_shapes
 from .llama import CONFIG_FILE, iterate_llama_parameters, read_llama_config, stored_formats
@@ -133,6 +134,7 @@ def _mapped(file: Path, sha256: str, model: ModelConfig) -> dict[str, torch.Tens
             f"{file} is not the base of this run: it has the SHA-256 {digest[:16]}..., not "
             f"{sha256[:16]}...; delete it so that it is fetched or made again"
         )
+    read_header(file)
     try:
         with safetensors.safe_open(file, framework="pt") as reader:
             tensors = {name: reader.get_tensor(name) for name in sorted(reader.keys())}

@@ -22,6 +22,7 @@ from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.base.files import check_content
 from dipaco.protocol.config import ModelConfig
 
+from .canonical_file import read_header
 from .foreign_model import FOREIGN_FAMILIES, foreign_values
 from .layout import parameter_shapes
 from .transformer import EMBEDDING, HEAD
@@ -377,6 +378,7 @@ def _readers(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Reader]:
     found: dict[str, _Reader] = {}
     for file in llama_weight_files(folder):
         with _broken_file(file):
+            read_header(file)
             reader = stack.enter_context(safetensors.safe_open(file, framework="pt"))
             found |= dict.fromkeys(reader.keys(), (file, reader))
     # Checkpoints of older versions store what is computed from the configuration.

@@ -33,7 +33,7 @@ UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
 _GREATEST_NUMBER = 2**53
 _MOST_BLOCKS = _MOST_LEVELS = 1024
 # Far more than anybody trains; a manifest from a stranger cannot ask for a table without end.
-_MOST_PATHS = 2**20
+_MOST_PATHS = 2**15
 
 
 class Config(BaseModel):

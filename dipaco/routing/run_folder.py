@@ -32,6 +32,7 @@ from dipaco.base.errors import (
 )
 from dipaco.base.files import atomic_write, link_or_copy
 from dipaco.modules.adapters import initial_adapters
+from dipaco.modules.canonical_file import header_of
 from dipaco.modules.foreign_model import new_path
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.frozen_file import open_base
@@ -193,8 +194,10 @@ class RunFolder:
         return model.to(device).eval()
 
     def _load_parameters(self, sha256: str) -> dict[str, torch.Tensor]:
+        data = self.blobs.read(sha256)
+        header_of(np.frombuffer(data, np.uint8), f"the base model of {self.path}")
         try:
-            return safetensors.torch.load(self.blobs.read(sha256))
+            return safetensors.torch.load(data)
         except safetensors.SafetensorError as error:
             raise IntegrityError(f"the base model of {self.path} is broken: {error}") from None
 

@@ -11,6 +11,7 @@ from hivemind.utils import MSGPackSerializer
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.dht import bounded_protocol, dht_node
+from dipaco.modules.canonical_file import MAX_HEADER_BYTES
 from dipaco.protocol.identity import is_of_small_order, is_signed
 from dipaco.routing.run_folder import RunFolder
 
@@ -93,3 +94,14 @@ def test_a_plan_that_cannot_route_is_refused_before_its_prefixes_take_memory(sha
         routing = plan.routing.model_copy(update=changes)
         with pytest.raises(IntegrityError, match="ask its operator for another run"):
             shared_run.document_router(plan.model_copy(update={"routing": routing}))
+
+
+def test_a_base_with_a_header_longer_than_any_is_refused_before_it_is_parsed(shared_run):
+    """Attack: a header of 83 MB, of tensors without numbers, took 24 CPU seconds and 2 GB."""
+    plan = shared_run.plan()
+    content = shared_run.blobs.read(plan.blobs.base)
+    length = int.from_bytes(content[:8], "little") + MAX_HEADER_BYTES
+    longer = length.to_bytes(8, "little") + b" " * MAX_HEADER_BYTES + content[8:]
+    sha = shared_run.blobs.add_bytes(longer)
+    with pytest.raises(IntegrityError, match="without a whole header"):
+        RunFolder(shared_run.path).load_base_model(plan.model, sha)

@@ -1,5 +1,6 @@
 """Adapters over a frozen base: what is trained, what lies where, and that the base is the one."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from dipaco.base.errors import IntegrityError
 from dipaco.base.files import sha256_of_file
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.modules.adapters import initial_adapters
+from dipaco.modules.canonical_file import MAX_HEADER_BYTES
 from dipaco.modules.compose import load_path
 from dipaco.modules.frozen_base import Nf4Weight
 from dipaco.modules.frozen_file import open_base, write_base
@@ -167,6 +169,11 @@ def test_another_base_is_refused_in_one_line(smollm2, tmp_path):
     with pytest.raises(IntegrityError, match=r"as torch.bfloat16 .* but this run's model"):
         open_base(file, sha256, model_of(smollm2, "float32"))
     content = bytearray(file.read_bytes())
+    longer = content[:8] + b" " * MAX_HEADER_BYTES + content[8:]
+    longer[:8] = (MAX_HEADER_BYTES + int.from_bytes(content[:8], "little")).to_bytes(8, "little")
+    file.write_bytes(longer)
+    with pytest.raises(IntegrityError, match=r"its header would be 419\d{4} bytes, and 4194304 are the most"):
+        open_base(file, hashlib.sha256(longer).hexdigest(), model)
     content[-3] ^= 1
     file.write_bytes(content)
     with pytest.raises(IntegrityError, match=r"is not the base of this run: it has the SHA-256"):

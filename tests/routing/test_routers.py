@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.modules.canonical_file import MAX_HEADER_BYTES
 from dipaco.routing.routers.balancing import balance_biases, squared_distances
 from dipaco.routing.routers.kinds import Prefixes, RouterConfig, RouterSample, fit_router, load_router
 
@@ -133,7 +134,7 @@ def test_broken_files():
         file(good, centroids=arrays["centroids"][:, :3]),
         file(good, centroids=arrays["centroids"] * np.nan),
         file(good, biases=np.zeros(5)), file(good, scale=-arrays["scale"]),
-        file(good, centroids=np.zeros(3)),
+        file(good, centroids=np.zeros(3)), file({**good, "settings": {"x": "x" * MAX_HEADER_BYTES}}),
         file(good, centroids=np.zeros((0, 6)), biases=np.zeros(0)),
     ]:  # fmt: skip
         with pytest.raises(IntegrityError):

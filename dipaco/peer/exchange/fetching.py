@@ -16,6 +16,7 @@ from dipaco.base.kept_files import KeptFiles
 from dipaco.base.progress import StageProgress, shown_bytes
 from dipaco.dht.directory import Directory
 from dipaco.modules.base_source import take_base_from_hub_cache
+from dipaco.modules.canonical_file import MAX_HEADER_BYTES
 from dipaco.modules.frozen_file import base_file_bytes
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, max_state_bytes, read_state
@@ -239,10 +240,10 @@ def max_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
     blobs, model = plan.blobs, plan.model
     greatest = {
         blobs.shards: 2**16 + 1024 * grid.path_count,
-        blobs.base: 2**22 + base_file_bytes(model),
+        blobs.base: MAX_HEADER_BYTES + base_file_bytes(model),
         blobs.tokenizer: 2**24 + 1024 * model.vocabulary_size,
         # At most two numbers for each feature and path, in eight bytes.
-        blobs.router: 2**26 + 16 * (model.hidden_size + 64) * grid.path_count,
+        blobs.router: MAX_HEADER_BYTES + 16 * (model.hidden_size + 64) * grid.path_count,
     }
     if blobs.genesis is not None:
         greatest[blobs.genesis] = 2**16 + 128 * len(grid.modules())
