@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from dipaco.base.errors import AddressError, ConfigurationError, CorpusError
+from dipaco.base.errors import AddressError, ConfigurationError, CorpusError, DipacoError
 from dipaco.base.files import storage_errors
 from dipaco.modules.memory import release_memory
 from dipaco.peer.node.node import Node
 from dipaco.protocol.identity import KEY_FILE, is_in_use
 from dipaco.protocol.plan import RunPlan
-from dipaco.routing.documents.corpus import CorpusConfig
+from dipaco.routing.documents.corpus import CorpusConfig, holds_chats
 from dipaco.routing.own_texts import HELD_OUT_FRACTION, OwnTexts, open_own_texts
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.routers.kinds import ROUTER_KINDS
@@ -28,6 +28,19 @@ from .peer_settings import PeerSettings
 FOLDER = "own-texts"
 # Seconds between two lines of progress.
 _SAY_EVERY_S = 15.0
+
+
+def look_at_texts(settings: PeerSettings, plan: RunPlan) -> str:
+    """Return what the first document of `--texts` is, in words. It is read, and nothing is kept.
+
+    Raises ConfigurationError if the run forbids own texts, CorpusError if it cannot be read.
+    """
+    check_texts_are_allowed(plan)
+    try:
+        kind = "a chat" if holds_chats(_corpus_of(settings)) else "a text"
+    except CorpusError as error:
+        raise _named(error, settings) from None
+    return f"the run allows them; the first of them is {kind}, and stays on this machine"
 
 
 def check_texts_are_allowed(plan: RunPlan) -> None:
@@ -84,9 +97,8 @@ def texts_at_home(
     try:
         found = open_own_texts(plan, _corpus_of(settings), folder, router, progress=progress)
     except (CorpusError, ConfigurationError) as error:
-        remedy = " (here --text-field)" if "under [data]" in str(error) else ""
         # A library's words about a document would appear in the traceback of --debug.
-        raise type(error)(f"--texts {settings.texts}: {error}{remedy}") from None
+        raise _named(error, settings) from None
     release_memory(device)
     say(_routed_line(found))
     if settings.path is not None and settings.path not in found.documents:
@@ -95,6 +107,11 @@ def texts_at_home(
             f"one of {', '.join(map(str, found.documents))}"
         )
     return found
+
+
+def _named(error: CorpusError | ConfigurationError, settings: PeerSettings) -> DipacoError:
+    remedy = " (here --text-field)" if "under [data]" in str(error) else ""
+    return type(error)(f"--texts {settings.texts}: {error}{remedy}")
 
 
 def _corpus_of(settings: PeerSettings) -> CorpusConfig:

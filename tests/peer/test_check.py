@@ -280,6 +280,20 @@ def test_the_base_of_adapters():
     assert not remedy(doctor.check_base("checkpoint", "1 GB", is_here=False), "ok")
 
 
+def test_texts_of_the_owner(tmp_path, settings):
+    run = make_tiny_run(tmp_path / "run").plan()
+    letters = tmp_path / "letters.jsonl"
+    letters.write_text('{"body": "a letter"}\n')
+    asked = replace(settings, texts=str(letters))
+    assert "own_texts" in doctor.check_texts(asked, run).value
+    open_to_texts = run.model_copy(update={"own_texts": "yes"})
+    assert "--text-field" in str(doctor.check_texts(asked, open_to_texts).error)
+    found = doctor.check_texts(replace(asked, text_field="body"), open_to_texts)
+    assert not remedy(found, "ok")
+    assert "stays on this machine" in found.value
+    assert not settings.cache_folder.exists()
+
+
 # -- the command
 
 

@@ -31,6 +31,7 @@ from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.idle import in_use
 from dipaco.peer.peer_settings import PeerSettings
+from dipaco.peer.texts_at_home import look_at_texts
 from dipaco.protocol.identity import KEY_FILE, is_in_use
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
@@ -165,6 +166,8 @@ def _run_checks(
         port = port_of(parse_listen(settings.listen_maddrs()[0]))
         yield check_reachability(addresses, reachable, port or 31337)
     yield check_line(plan, settings.max_upload_mbps)
+    if settings.texts is not None:
+        yield check_texts(settings, plan)
     if (source := plan.base_source) is not None:
         size = shown_bytes(base_file_bytes(plan.model))
         yield check_base(source.name, size, is_here=seems_in_hub_cache(source))
@@ -227,6 +230,14 @@ def check_line(plan: RunPlan, max_upload_mbps: float | None) -> Check:
     if slow := needs.too_slow(plan, max_upload_mbps):
         return warning("line", value, slow[0])
     return ok("line", value)
+
+
+def check_texts(settings: PeerSettings, plan: RunPlan) -> Check:
+    """Say whether the run allows the owner's texts, and whether they can be read."""
+    try:
+        return ok("your texts", look_at_texts(settings, plan))
+    except DipacoError as error:
+        return failed("your texts", error)
 
 
 def check_base(name: str, size: str, *, is_here: bool) -> Check:
