@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -65,6 +66,7 @@ _MAX_COMPLAINTS = 1024
 _MAX_ASKED_DIRECTLY = 16
 # What calling a peer at its addresses may take.
 _CONNECT_LIMIT_S = 15.0
+_WITH_TLS = re.compile(r"/(udp|ws|wss|tls|http|https)(/|$)")
 _RecordT = TypeVar("_RecordT", bound=Record)
 # A key and a subkey, which together name a record.
 RecordName = tuple[str, bytes]
@@ -499,11 +501,12 @@ def _merge(
 
 async def _connect(node: Any, peer: PeerID, places: tuple[str, ...]) -> None:
     """Call a peer at its addresses, if it has any that may be called."""
-    # p2pd would call by QUIC too, whose TLS it is better not to meet.
-    called = [Multiaddr(place.rpartition("/p2p/")[0]) for place in places if "/udp/" not in place]
+    # p2pd would call by QUIC and WebSocket too, whose TLS it is better not to meet.
+    called = [place.rpartition("/p2p/")[0] for place in places if not _WITH_TLS.search(place)]
     if called:
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(node.p2p._client.connect(peer, called), _CONNECT_LIMIT_S)
+            plain = [Multiaddr(place) for place in called]
+            await asyncio.wait_for(node.p2p._client.connect(peer, plain), _CONNECT_LIMIT_S)
 
 
 async def _call_peers(node: Any, addresses: dict[str, tuple[str, ...]], patience_s: float) -> None:

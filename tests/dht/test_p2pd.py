@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hivemind import DHT
@@ -10,6 +11,7 @@ from hivemind.p2p import P2P, PeerID
 
 from dipaco.base.errors import AddressError
 from dipaco.dht.addresses import check_listen_address, check_peer_address
+from dipaco.dht.directory import _connect
 from support.wire.dht_pair import LOOPBACK, start_node
 
 pytestmark = pytest.mark.p2pd
@@ -67,3 +69,16 @@ def test_nobody_listens_or_calls_by_udp(address):
         check_listen_address(address, "--host-maddrs")
     with pytest.raises(AddressError, match="UDP"):
         check_peer_address(f"{address}/p2p/12D3KooWQ5VFdbLVyN12XP4wpm6SXPwVMKH8gjPVyBR1AFNkBzmJ")
+
+
+@pytest.mark.parametrize("end", ["udp/1/quic", "tcp/1/ws", "tcp/1/wss", "tcp/1/tls/ws", "tcp/1/https"])
+def test_no_address_of_a_record_is_called_by_tls(end):
+    called = []
+
+    async def connect(peer, places):
+        called.extend(map(str, places))
+
+    node = SimpleNamespace(p2p=SimpleNamespace(_client=SimpleNamespace(connect=connect)))
+    places = tuple(f"/ip4/203.0.113.5/{way}/p2p/12D3KooW" for way in (end, "tcp/1"))
+    asyncio.run(_connect(node, None, places))
+    assert called == ["/ip4/203.0.113.5/tcp/1"]

@@ -345,6 +345,18 @@ def test_who_is_revoked_is_out_and_what_it_signed_can_still_be_read(gate):
     assert gate.revoked == {INVITATION.id}
 
 
+def test_of_two_lists_of_one_version_all_peers_end_with_the_same():
+    """Attack: peers that saw them in another order would refuse each other's steps for good."""
+    lists = [sign_revocations(RUN, 1, revoked, OPERATOR) for revoked in ({}, {INVITATION.id: 0})]
+    ends = set()
+    for order in (lists, lists[::-1]):
+        gate = Gate(RUN, raw_public_key(OPERATOR))
+        for envelope in order:
+            gate.revoke(envelope)
+        ends.add(gate.envelope)
+    assert ends == {max(lists)}
+
+
 @pytest.mark.parametrize(
     "envelope",
     [
