@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from dipaco.base.errors import IntegrityError
+from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import canonical_json, storage_errors
 
 from .device import all_finite
@@ -142,9 +142,18 @@ def numbers_behind(data: np.ndarray, header: bytes, count: int, what: str) -> to
 
 
 def write_arrays(arrays: dict[str, np.ndarray], entry: str, content: Mapping[str, Any]) -> bytes:
-    """Return a file of `arrays` whose metadata `entry` holds `content`: the same bytes always."""
+    """Return a file of `arrays` whose metadata `entry` holds `content`: the same bytes always.
+
+    Raises ConfigurationError for a content that could make the header longer than is read.
+    """
     # One metadata entry only: safetensors writes several in an arbitrary order.
     metadata = {entry: canonical_json(dict(content)).decode()}
+    # A string within JSON may take twice as many bytes there.
+    if len(metadata[entry]) > MAX_HEADER_BYTES // 2:
+        raise ConfigurationError(
+            f"the {entry} needs {len(metadata[entry]):,} bytes for its names, and "
+            f"{MAX_HEADER_BYTES // 2:,} are the most; take fewer labels"
+        )
     # It would write the memory of a transposed array as it lies.
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     return safetensors.numpy.save(plain, metadata=metadata)

@@ -12,6 +12,7 @@ from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.canonical_file import MAX_HEADER_BYTES
 from dipaco.routing.routers.balancing import balance_biases, squared_distances
 from dipaco.routing.routers.kinds import Prefixes, RouterConfig, RouterSample, fit_router, load_router
+from dipaco.routing.routers.simple_routers import LabelRouter
 
 
 def _blobs(counts, width=6, seed=0):
@@ -141,3 +142,10 @@ def test_broken_files():
             load_router(broken)
     with pytest.raises(IntegrityError, match=r"kind 'oracle'.*knows.* kmeans"):
         load_router(file({"format": "dipaco-router/1", "kind": "oracle"}))
+
+
+def test_a_router_that_nobody_could_read_is_not_written():
+    most = LabelRouter(2, 0, {f"{n:030}": 0 for n in range(50_000)})
+    assert load_router(most.to_bytes()).to_bytes() == most.to_bytes()
+    with pytest.raises(ConfigurationError, match="fewer labels"):
+        LabelRouter(2, 0, {f"{n:030}": 0 for n in range(100_000)}).to_bytes()
