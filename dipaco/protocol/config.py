@@ -249,7 +249,7 @@ class GridConfig(Config):
         min_length=1,
         max_length=_MOST_LEVELS,
         description="Modules in each level, 1 to 1,024. Their product is the number of paths, "
-        "at most 2^20.",
+        "at most 2^15.",
     )
     level_starts: tuple[int, ...] | None = Field(
         None,
