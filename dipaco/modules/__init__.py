@@ -1,1 +1,1 @@
-"""The modular model in pure PyTorch: plan, grid, paths, states and digests, outer steps."""
+"""The modular model in pure PyTorch: layouts, paths, adapters, states and digests, outer steps."""

@@ -1,1 +1,1 @@
-"""What is signed, and decided: identity, admission, manifest, rows and chains, records, policy."""
+"""What is signed, and decided: plan, identity, admission, rows and chains, records, policy."""
