@@ -391,6 +391,8 @@ def _broken_file(file: Path) -> Iterator[None]:
         yield
     except (OSError, safetensors.SafetensorError) as error:
         raise IntegrityError(f"{file} cannot be read: {error}; {_FETCH_AGAIN}") from None
+    except IntegrityError as error:
+        raise IntegrityError(f"{error}; {_FETCH_AGAIN}") from None
 
 
 def _read(name: str, place: _Reader) -> torch.Tensor:
