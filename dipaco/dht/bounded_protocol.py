@@ -365,14 +365,16 @@ def drop_refused(protocol: DHTProtocol, key: bytes, dictionary: DictionaryDHTVal
 
     In place of Hivemind's check, which refuses all of a dictionary for one bad record.
     """
-    dictionary.maxsize = float("inf")
     _cut(dictionary, KEY_BYTES + KEY_RECORDS * _FRAME_BYTES)
-    for subkey, (value, expiration_s) in list(dictionary.data.items()):
+    found = _raw(dictionary)
+    # A dictionary also has its records in the order in which they expire. One that is left there
+    # alone would raise when it expires, and Hivemind's search would never end.
+    dictionary.clear()
+    dictionary.maxsize, dictionary.latest_expiration_time = float("inf"), _NEVER
+    for subkey, (value, expiration_s) in found:
         tag = protocol.serializer.dumps(subkey)
-        if not protocol._validate_record(key, tag, value, expiration_s):
-            del dictionary.data[subkey]
-    expirations = [item.expiration_time for item in dictionary.data.values()]
-    dictionary.latest_expiration_time = max(expirations, default=_NEVER)
+        if protocol._validate_record(key, tag, value, expiration_s):
+            dictionary.store(subkey, value, expiration_s)
     return True
 
 

@@ -211,6 +211,22 @@ def test_one_bad_record_does_not_void_an_answer(identities):
     assert answer.latest_expiration_time == good.expiration_time
 
 
+def test_a_refused_record_that_expires_does_not_end_a_search(identities):
+    """Hivemind's search ends without an answer when a dictionary cannot be walked through."""
+    me, other = identities
+    good = signed(me, claim_of(me))
+    expired = signed(other, claim_of(other), expiration_s=time.time() - 1)
+    answer = DictionaryDHTValue()
+    with answer.freeze():
+        answer.store(subkey_of(me), good.value, good.expiration_time)
+        answer.store(subkey_of(other), expired.value, expired.expiration_time)
+        answer.store(b"refused", b"", time.time() - 1)
+        answer.store(b"refused soon", b"", time.time() + 0.01)
+    assert bounded_protocol.drop_refused(Protocol(RecordValidator(other.key)), KEY_BYTES, answer)
+    time.sleep(0.02)
+    assert dict(answer.items()) == {subkey_of(me): (good.value, good.expiration_time)}
+
+
 def test_an_answers_expiration_is_that_of_its_records(identities, monkeypatch):
     """An expiration that is never reached would end a search at the liar's answer."""
     full, empty = DictionaryDHTValue(), DictionaryDHTValue()
