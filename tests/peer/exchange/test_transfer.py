@@ -381,6 +381,50 @@ def test_after_a_mixed_file_a_busy_liar_costs_nothing(blobs):
     assert honest.offsets == [BLOCK_BYTES, 0, BLOCK_BYTES * 2]
 
 
+class SlowHolder(FakeHolder):
+    """Sends a piece every fiftieth of a second, which is slow in these tests."""
+
+    async def open(self, sha256, offset):
+        stream, total = await super().open(sha256, offset)
+
+        async def read(count):
+            await asyncio.sleep(0.02)
+            return await FakeStream.read(stream, count)
+
+        stream.read = read
+        return stream, total
+
+
+def test_after_a_mixed_file_a_liar_that_stalls_does_not_keep_a_slow_holder_from_sending_all(blobs, monkeypatch):
+    monkeypatch.setattr(transfer, "BLOCK_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(transfer, "LEAST_RATE_BYTES_S", 2**60)
+    monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.2)
+    liar = FakeHolder("peer Liar", content=b"?" * len(CONTENT), drips=True)
+    assert fetch(blobs, liar, SlowHolder("peer Honest"), timeout_s=30.0).read_bytes() == CONTENT
+
+
+def test_after_a_mixed_file_what_a_holder_sends_counts_also_when_it_takes_the_place_of_more(blobs):
+    liar = FakeHolder("peer Liar", content=b"?" * len(CONTENT), breaks_after=2 * BLOCK_BYTES)
+    honest = FakeHolder("peer Honest", breaks_after=BLOCK_BYTES)
+    with pytest.raises(NetworkError, match="in time"):
+        fetch(blobs, liar, honest, timeout_s=2.0)
+    assert len(honest.offsets) > 2 * transfer.MAX_FAILURES
+
+
+def test_who_says_that_a_file_ends_before_its_beginning_does_not_undo_what_another_sent(blobs):
+    liar = FakeHolder("peer Liar", content=b"?" * len(CONTENT), breaks_after=BLOCK_BYTES)
+    honest = SlowHolder("peer Honest", breaks_after=2 * BLOCK_BYTES)
+
+    async def turn_away(sha256, offset):
+        if not liar.offsets:
+            return await FakeHolder.open(liar, sha256, offset)
+        raise OffsetBeyondEnd if honest.offsets == [BLOCK_BYTES, 0] else SourceBusy(0.01)
+
+    liar.open = turn_away
+    assert fetch(blobs, liar, honest).read_bytes() == CONTENT
+    assert honest.offsets == [BLOCK_BYTES, 0, BLOCK_BYTES * 2]
+
+
 def test_many_at_once_fetch_once(blobs):
     holder = FakeHolder()
 

@@ -173,6 +173,7 @@ class _Holder:
 
     source: Source
     reason: str = "it was not asked"
+    sent_bytes: int = 0
     failures: int = 0
     gone: bool = False
     absent: bool = False
@@ -285,7 +286,7 @@ class _Download:
 
     async def _attempt(self, holder: _Holder) -> Path | None:
         """Fetch from one holder; return the file when it is complete and right."""
-        before = self._partial.size_bytes
+        before = holder.sent_bytes
         try:
             stream, total_bytes = await self._open(holder)
             try:
@@ -303,7 +304,7 @@ class _Download:
         except (StorageError, NetworkError):
             raise
         except _TooSlow as error:
-            self._note_failure(holder, error, self._partial.size_bytes - before)
+            self._note_failure(holder, error, holder.sent_bytes - before)
             holder.slow_times += 1
             self._slots.was_slow(holder.source.name)
         except _Refused as refusal:
@@ -313,7 +314,7 @@ class _Download:
                 self._refused.note(holder.source.name, self._sha256)
             logger.warning("%s: refused %s: %s", holder.source.name, self._sha256[:12], refusal)
         except Exception as error:
-            self._note_failure(holder, error, self._partial.size_bytes - before)
+            self._note_failure(holder, error, holder.sent_bytes - before)
         return None
 
     def _note_busy(self, holder: _Holder, busy: SourceBusy) -> None:
@@ -340,6 +341,8 @@ class _Download:
         try:
             stream, total_bytes = await self._unless_slow(opening, holder, limit_s, bytearray())
         except OffsetBeyondEnd:
+            if offset == 0:
+                raise _Refused("it says that its copy ends before the first byte") from None
             await self._disagree(holder, "it has fewer bytes than it sent before")
         if total_bytes > self._max_bytes:
             stream.close()
@@ -373,6 +376,7 @@ class _Download:
                 # there.
                 if block:
                     self._senders.add(holder.source.name)
+                    holder.sent_bytes += len(block)
                     holder.busy_since = None
                     await run_blocking(self._partial.append, block)
 
@@ -389,13 +393,15 @@ class _Download:
         :param block: what has come, which grows meanwhile
         """
         task, began_s, waited_s = asyncio.ensure_future(doing), time.monotonic(), 0.0
+        # Where each has to send everything, a slow one needs more time than before to get further.
+        grace_s = SLOW_GRACE_S * 2 ** min(4, holder.slow_times if self._whole else 0)
         try:
             while waited_s < limit_s:
                 done, _ = await asyncio.wait({task}, timeout=min(_LOOK_S, limit_s - waited_s))
                 if done:
                     return task.result()
                 waited_s = time.monotonic() - began_s
-                is_slow = waited_s > SLOW_GRACE_S + len(block) / LEAST_RATE_BYTES_S
+                is_slow = waited_s > grace_s + len(block) / LEAST_RATE_BYTES_S
                 if is_slow and self._is_hurried(holder):
                     raise _TooSlow("it sent too slowly")
             raise TimeoutError
