@@ -304,7 +304,9 @@ def _chat_template(folder: Path) -> str | None:
             return file.read_bytes().decode("utf-8", "replace")
     found = _settings(folder).get("chat_template")
     if isinstance(found, list):
-        found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = {
+            str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)
+        }
     if isinstance(found, dict):
         found = found.get("default")
     return found if isinstance(found, str) else None

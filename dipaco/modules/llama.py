@@ -158,7 +158,7 @@ def read_llama_config(folder: Path) -> dict[str, Any]:
         return foreign_values(config, str(file))
     for field, value, wanted in _unsupported(config):
         raise ConfigurationError(
-            f"{file}: {field} is {value!r}, and only {wanted} can be imported; give another "
+            f"{file}: {field} is {value!r:.200}, and only {wanted} can be imported; give another "
             f"checkpoint, or train a base of your own with [base]"
         )
     return _model_values(config, file)

@@ -164,6 +164,10 @@ def changed(**change):
     return json.dumps({**json.loads(packed("qwen2")), **change}).encode()
 
 
+def origin():
+    return json.loads(packed("qwen2"))["origin"]
+
+
 def part(**change):
     return changed(tokenizer={**json.loads(packed("qwen2"))["tokenizer"], **change})
 
@@ -193,6 +197,11 @@ NAMELESS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), Fals
             IntegrityError,
         ),
         (lambda: part(model={"type": "WordPiece"}), ConfigurationError),
+        (lambda: part(model={"type": ["BPE"]}), ConfigurationError),
+        (lambda: part(pre_tokenizer={"type": {}}), ConfigurationError),
+        # Attack: JSON can say half of a character, which no file of an export can hold.
+        (lambda: changed(chat_template="\ud83d{{ messages }}"), IntegrityError),
+        (lambda: changed(origin={**origin(), "names": [None, None, "<|im_end|>", "\ud83d"]}), IntegrityError),
         (lambda: part(normalizer={"type": "Precompiled"}), ConfigurationError),
         (lambda: part(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a" * 9999}}), IntegrityError),
         (lambda: part(model={"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, "d": 3}, "merges": []}), DipacoError),
@@ -258,6 +267,13 @@ def test_a_base_says_what_ends_a_text(end, words, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": end}))
     with pytest.raises(ConfigurationError, match=words):
         _ = ImportedBase(tmp_path / "base").model
+
+
+def test_chat_templates_may_be_named_by_anything(tmp_path):
+    make_foreign_base(tmp_path / "base", "qwen2")
+    listed = [{"name": ["rag"], "template": "no"}, {"name": "default", "template": "yes"}]
+    _write(tmp_path / "base" / "tokenizer_config.json", chat_template=listed)
+    assert JsonTokenizer(ImportedBase(tmp_path / "base").tokenizer, "it").chat_template == "yes"
 
 
 def _write(file, **changes):

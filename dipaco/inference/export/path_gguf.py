@@ -294,7 +294,7 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonTokenizer) -> None:
 def _add_specials(writer: Any, tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
     """Name unknown, begin, end and padding, and say whether a text begins with the begin token."""
     unknown, begin, end, padding = (
-        None if name is None else tokens.index(name) for name in tokenizer.special_names
+        tokens.index(name) if name in tokens else None for name in tokenizer.special_names
     )
     if tokenizer.begin:
         # llama.cpp puts one token in front of a text, and calls that the begin.

@@ -348,6 +348,14 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         origin = _Origin.model_validate(content["origin"])
     except (ValidationError, RecursionError):
         raise IntegrityError(f"{source} is a broken tokenizer: no such origin") from None
+    try:
+        "".join(filter(None, (template, *origin.names))).encode()
+    except UnicodeEncodeError:
+        # JSON can say half of a character. No file of an export could.
+        raise IntegrityError(
+            f"{source} has half a character in its chat template or a special token's name; give a "
+            f"checkpoint with another tokenizer"
+        ) from None
     return {**content, "origin": origin}
 
 
@@ -359,7 +367,7 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
         growth = 1
         for found in _listed_parts(tokenizer.get(part), source):
             kind = found.get("type", "BPE" if part == "model" and "merges" in found else None)
-            if kind not in kinds:
+            if not isinstance(kind, str) or kind not in kinds:
                 raise ConfigurationError(
                     f"{source}: {part} is {str(kind)[:40]!r}, and a run can have "
                     f"{', '.join(sorted(kinds))}; give a checkpoint with another tokenizer"

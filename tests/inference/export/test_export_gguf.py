@@ -58,6 +58,15 @@ def test_a_base_is_written_as_its_family(family, tmp_path):
         assert "blk.1.attn_q_norm.weight" in tensors
 
 
+def test_a_base_may_name_a_padding_that_is_no_token(tmp_path):
+    make_foreign_base(tmp_path / "base", "qwen3")
+    settings, file = tmp_path / "base" / "tokenizer_config.json", tmp_path / "it.gguf"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": "<pad>"}))
+    base = ImportedBase(tmp_path / "base")
+    write_gguf(base.parameters().items(), base.model, base.tokenizer, file, stored="f32", name="it")
+    assert "tokenizer.ggml.padding_token_id" not in read(file)[0]
+
+
 @pytest.mark.parametrize(("stored", "bound"), [("f32", 0.0), ("f16", 1e-4), ("q8_0", 2e-3)])
 def test_how_parameters_are_stored(stored, bound, tmp_path):
     config = ModelConfig(vocabulary_size=330, hidden_size=32, head_count=2, block_count=1)
