@@ -102,7 +102,7 @@ def _codecs(figures: PlanFigures) -> Table:
     line = f"{figures.line_mbit_per_s:g} Mbit/s"
     table = _table(
         "A peer sends in a round, and receives as much",
-        "codec", "bytes a parameter", "a round", "Mbit/s", f"of {line}", "one file in", "note",
+        "codec", "bytes a parameter", "a round", "Mbit/s", f"of {line}", "sent to all in", "note",
     )  # fmt: skip
     for name, codec in figures.codecs.items():
         notes = ["this run's"] * (name == figures.codec) + ["too slow"] * (not codec.in_time)

@@ -94,6 +94,12 @@ def test_lines_and_peers_that_are_expected():
     assert fast.codecs["float32"].in_time
     assert not slow.codecs["float32"].in_time  # one file takes longer than is waited for
     assert slow.codecs["int2"].in_time
+    # All others fetch a file at the same time: it is with none of them before it is with most.
+    gather_s, level = slow.gather_s, slow.levels[0]
+    once = 8e-6 * level.file_bytes["int4"] / gather_s
+    for lines, in_time in ((1.1, False), (2.9, False), (3.1, True)):
+        figures = plan_figures(config, peers=64, line_mbit_per_s=lines * once)
+        assert figures.codecs["int4"].in_time == in_time
     # With many peers a private module has trainers enough to be kept by.
     many = plan_figures(config, peers=256 * 5)
     assert many.levels[-1].trainers == 5

@@ -70,10 +70,11 @@ class CodecFigures:
     line_share: float
     """The part of the slowest line that it takes."""
     publish_s: float
-    """Seconds until the largest contribution has gone out once on that line."""
+    """Seconds until the largest contribution has gone to all other trainers on that line. They
+    fetch it at the same time, so nearly as long until the first one has it."""
     in_time: bool
-    """Whether the slowest line carries a round's bytes within a round, and a contribution before
-    the step is made."""
+    """Whether the slowest line carries a round's bytes within a round, and a contribution to all
+    other trainers before the step is made."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,8 @@ def _codec(
     moved = sum(level.moved_bytes[name] for level in levels)
     parameters = sum(level.parameters for level in levels)
     rate = 8e-6 * moved / config.rounds.duration_s
-    publish_s = 8e-6 * max(level.file_bytes[name] for level in levels) / line_mbit_per_s
+    published = max(max(1, level.trainers - 1) * level.file_bytes[name] for level in levels)
+    publish_s = 8e-6 * published / line_mbit_per_s
     share = rate / line_mbit_per_s
     return CodecFigures(
         bytes_a_parameter=round(sum(level.file_bytes[name] for level in levels) / parameters, 3),
