@@ -34,6 +34,17 @@ def steady(trainer):
 PathTrainer.inner_step = steady
 sys.exit(main(sys.argv[1:]))
 """
+# What an inner step is where none is computed: a matrix is changed a little, another one each time.
+_NO_COMPUTING = """
+import torch
+from dipaco.training.inner import InnerLoop
+def change(loop, tokens, path_step):
+    matrices = [p for p in loop.model.parameters() if p.ndim > 1]
+    with torch.no_grad():
+        matrices[path_step % len(matrices)].mul_(1.0 + 0.002 * (torch.rand(()) - 0.5))
+    return 5.0
+InnerLoop.step = change
+"""
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
@@ -112,12 +123,15 @@ def one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def steady_peer(step_s: float, go: Path | None = None, before: str = "") -> tuple[str, ...]:
+def steady_peer(
+    step_s: float, go: Path | None = None, before: str = "", *, computes: bool = True
+) -> tuple[str, ...]:
     """Return the program of a peer whose inner steps take at least so long, as on a GPU.
 
     No peer takes a step before the file `go` is there, so that the first round can be one of all.
-    `before` is Python that runs first.
+    `before` is Python that runs first. Unless a peer `computes`, its steps are waited for alone.
     """
+    before += "" if computes else _NO_COMPUTING
     text = before + _STEADY_PEER.format(step_s=step_s, go=str((go or HERE).resolve()))
     return (sys.executable, "-c", text)
 

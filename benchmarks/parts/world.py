@@ -28,7 +28,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import LossSum, sum_losses
 
-from .common import process_tree, steady_peer
+from .common import cpu_seconds, process_tree, steady_peer
 from .growth import Growth
 from .home_lines import Homes
 from .lives import QUIET_ROUNDS, Counts, Ending, Event, Fault, Life, count, last_states
@@ -42,6 +42,8 @@ POLL_S = 0.1
 BOOT = -1
 # A model whose contributions take half of a round of 20 s at 2 Mbit/s: a million values a module.
 LARGE = {"hidden_size": 192, "head_count": 4, "feed_forward_size": 512}
+# 30.3 M parameters.
+HOME = {"hidden_size": 512, "head_count": 8, "feed_forward_size": 1280, "block_count": 10}
 _CLOCK_OFF = """
 import time
 right = time.time
@@ -84,6 +86,9 @@ class World:
         self.elders: int = getattr(chosen, "elders", 0)
         self.clocks_off_s: float = getattr(chosen, "clocks_off_s", 0.0)
         self.mbps: float | None = getattr(chosen, "mbps", None)
+        self.is_one_path: bool = getattr(chosen, "one_path", False)
+        if self.is_one_path:
+            self.modules_per_level, self.inner_steps = (1,), chosen.inner_steps
         self.run = self._make_run(folder / "run")
         self.plan = self.run.plan()
         self.grid = self.run.grid(self.plan)
@@ -110,10 +115,14 @@ class World:
             start_s=time.time(),
             seed=chosen.seed,
             documents_per_path=400,
-            validation_documents_per_path=32,
+            validation_documents_per_path=2 if self.is_one_path else 32,
             inner=inner,
-            rounds={"validation_sequences": 8, **more.pop("rounds", {})},
-            **(LARGE if self.mbps else {}),
+            rounds={
+                "validation_sequences": 8,
+                "validation_every_rounds": 100 if self.is_one_path else 1,
+                **more.pop("rounds", {}),
+            },
+            **(HOME if self.is_one_path else LARGE if self.mbps else {}),
             **more,
         )
 
@@ -158,7 +167,7 @@ class World:
         """Return what runs as a peer: its clock may be off."""
         off_s = self._clock_off_s(name)
         before = _CLOCK_OFF.format(seconds=off_s) if off_s else ""
-        return steady_peer(self.chosen.step_s, before=before)
+        return steady_peer(self.chosen.step_s, before=before, computes=not self.is_one_path)
 
     def _clock_off_s(self, name: str) -> float:
         most_s = self.clocks_off_s
@@ -232,6 +241,7 @@ class World:
         self.swarm.wait(started, "training", timeout_s=START_S)
         self.swarm.wait(started, "outer_step", timeout_s=START_S)
         self.began_s = time.time()
+        self.cpu_s = {peer: cpu_seconds(peer.popen.pid) for peer in started}
         self.say("all train")
 
     def churn(self, faults: Sequence[Fault], rounds: float, *, bootstrap_dies: bool) -> None:
