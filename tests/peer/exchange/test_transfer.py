@@ -264,6 +264,18 @@ def test_a_holder_that_drips_is_left_when_others_can_be_asked(blobs, monkeypatch
     assert honest.sent > len(CONTENT) // 2
 
 
+def test_hundreds_of_silent_holders_cost_no_more_than_a_few(blobs, monkeypatch):
+    monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.1)
+    dead = [FakeHolder(f"dead {number}", hangs=True) for number in range(300)]
+    slots, honest = DownloadSlots(2, 2), FakeHolder("honest")
+    options = {"max_bytes": 2**30, "timeout_s": 30.0, "refused": RefusedSources(), "slots": slots}
+    assert asyncio.run(download(SHA, [*dead, honest], blobs, **options)).read_bytes() == CONTENT
+    blobs.remove(SHA)
+    asked = sum(len(holder.offsets) for holder in dead)
+    assert asyncio.run(download(SHA, [*dead, honest], blobs, **options)).read_bytes() == CONTENT
+    assert sum(len(holder.offsets) for holder in dead) == asked, "they are known to be silent"
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_silent_holder_is_left_for_one_that_is_named_meanwhile(blobs, monkeypatch, is_new):
     """Of a file that its owner keeps from one peer, others come to have it a little later."""

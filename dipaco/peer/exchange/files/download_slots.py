@@ -35,6 +35,10 @@ class DownloadSlots(Turns[str]):
         """Note that a source lost its slot because it was slow."""
         self._note(source, max(_UNKNOWN, self._known_of(source)) + 1)
 
+    def times_slow(self, source: str) -> int:
+        """Return how often a source was slow since it delivered last."""
+        return max(0, self._known_of(source))
+
     def _known_of(self, source: str) -> int:
         return self._known.get(source, _UNKNOWN)
 

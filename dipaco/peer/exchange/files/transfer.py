@@ -41,6 +41,8 @@ SLOW_GRACE_S = 3.0
 LEAST_RATE_BYTES_S = 2**16
 # How often that is looked at.
 _LOOK_S = 0.25
+# Once a holder was silent, so many others at most are called at the same time.
+_MAX_CALLED = 64
 # A holder that has answered only "busy" for so long is given up.
 BUSY_LIMIT_S = 300.0
 # Failures of one holder in a row without this much progress in between: then it is given up. A
@@ -184,7 +186,7 @@ class _Holder:
     busy_since: float | None = None
     """Since when it has said nothing else."""
     slow_times: int = 0
-    """How often it was left for another because it sent too slowly."""
+    """How often it was left for another because it sent too slowly, since it delivered last."""
 
 
 class _Download:
@@ -218,7 +220,7 @@ class _Download:
             for holder in sorted(self._holders, key=self._reluctance):
                 if holder.gone or holder.retry_at > time.monotonic():
                     continue
-                name = holder.source.name
+                name, slow_times = holder.source.name, holder.slow_times
                 await self._take_slot(name)
                 try:
                     path = await self._attempt(holder)
@@ -230,13 +232,16 @@ class _Download:
                     return path
                 if time.monotonic() > self._deadline:
                     raise self._failure("in time")
+                if holder.slow_times > slow_times and not holder.sent_bytes:
+                    await self._call_others()
+                    break
             await self._pause()
 
     def _holder(self, source: Source) -> _Holder:
         if self._refused.has(source.name, self._sha256):
             reason = "it sent a file of another hash some minutes ago"
             return _Holder(source, reason=reason, gone=True, refused=True)
-        return _Holder(source)
+        return _Holder(source, slow_times=self._slots.times_slow(source.name))
 
     def _hear_of_more(self) -> None:
         """Add the sources that were named meanwhile; one without the content may have it now."""
@@ -247,9 +252,40 @@ class _Download:
             elif known.absent:
                 known.gone = known.absent = False
 
-    def _reluctance(self, holder: _Holder) -> tuple[int, bool]:
-        """Those that were slow come last, then those that have all of their slots already."""
-        return holder.slow_times, not self._slots.has_room(holder.source.name)
+    async def _call_others(self) -> None:
+        """Look for a holder that answers, among twice as many each time: hundreds may be gone."""
+        called = 1
+        while time.monotonic() < self._deadline:
+            called = min(2 * called, _MAX_CALLED)
+            others = [h for h in self._holders if self._may_answer(h) and not h.sent_bytes]
+            others.sort(key=self._reluctance)
+            if not others or any(await asyncio.gather(*map(self._answers, others[:called]))):
+                return
+
+    async def _answers(self, holder: _Holder) -> bool:
+        """Tell whether a holder says anything within the time that a silent one has."""
+        try:
+            opening = holder.source.open(self._sha256, self._partial.size_bytes)
+            stream, _ = await asyncio.wait_for(opening, SLOW_GRACE_S)
+            stream.close()
+        except TimeoutError:
+            self._note_slow(holder, _TooSlow("it does not answer"), 0)
+            return False
+        except Exception as error:
+            # It says so again when its turn comes.
+            logger.debug("%s: %r", holder.source.name, error)
+        return True
+
+    def _may_answer(self, holder: _Holder) -> bool:
+        """Tell whether a holder can be asked now, and is not one that was silent twice."""
+        is_silent = holder.failures > 1 and not holder.sent_bytes
+        return not (holder.gone or is_silent or holder.retry_at > time.monotonic())
+
+    def _reluctance(self, holder: _Holder) -> tuple[bool, int, bool]:
+        """Those that were silent come last, before them those that were slow, then those that have
+        all of their slots already."""
+        is_silent = holder.slow_times > 0 and not holder.sent_bytes
+        return is_silent, holder.slow_times, not self._slots.has_room(holder.source.name)
 
     async def _take_slot(self, source: str) -> None:
         try:
@@ -304,9 +340,7 @@ class _Download:
         except (StorageError, NetworkError):
             raise
         except _TooSlow as error:
-            self._note_failure(holder, error, holder.sent_bytes - before)
-            holder.slow_times += 1
-            self._slots.was_slow(holder.source.name)
+            self._note_slow(holder, error, holder.sent_bytes - before)
         except _Refused as refusal:
             holder.gone = holder.refused = True
             holder.reason = str(refusal)
@@ -323,6 +357,14 @@ class _Download:
         holder.retry_at = now + busy.retry_after_s
         holder.gone = now - holder.busy_since > BUSY_LIMIT_S
         holder.reason = "it is busy"
+
+    def _note_slow(self, holder: _Holder, error: _TooSlow, received: int) -> None:
+        self._note_failure(holder, error, received)
+        if not holder.sent_bytes:
+            # One that does send is not left for it at once.
+            holder.retry_at = time.monotonic() + 2 * SLOW_GRACE_S * holder.failures
+        holder.slow_times += 1
+        self._slots.was_slow(holder.source.name)
 
     def _note_failure(self, holder: _Holder, error: Exception, received: int) -> None:
         holder.reason = short_reason(error)
@@ -415,12 +457,7 @@ class _Download:
 
     def _can_ask_others(self, holder: _Holder) -> bool:
         self._hear_of_more()
-        now = time.monotonic()
-        return any(
-            not other.gone and other.retry_at <= now
-            for other in self._holders
-            if other is not holder
-        )
+        return any(self._may_answer(other) for other in self._holders if other is not holder)
 
     async def _commit(self, holder: _Holder) -> Path:
         """Check the hash of the complete file and make it a blob."""
