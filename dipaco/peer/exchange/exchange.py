@@ -192,6 +192,8 @@ class Exchange:
     ) -> None:
         """Tell peers of rows and steps; returns at once, what does not arrive is not reported."""
         run = self._run
+        # Hundreds that are gone would each keep those behind them waiting.
+        peers = sorted(peers, key=lambda peer: not run.contributors.has_contributed(peer))
         rows, steps = rows[:MAX_TOLD_ROWS], steps[-MAX_TOLD_STEPS:]
         request = TellRequest(
             run=run.run_id,

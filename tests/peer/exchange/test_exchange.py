@@ -93,6 +93,22 @@ def test_what_is_told_is_checked_kept_and_handed_on(peers):
     assert other.told[-1] == Told(one.peer, MODULE, (), (step,), True)
 
 
+def test_who_contributed_lately_is_told_before_hundreds_that_are_silent(peers, monkeypatch):
+    monkeypatch.setattr(exchange, "_TELL_TIMEOUT_S", 3600.0)
+    one, other = peers(), peers()
+    meet(one, other)
+    reached = one.exchange._transport.open_stream
+
+    async def open_stream(name, protocol):
+        return await (asyncio.sleep(3600) if name != other.peer else reached(name, protocol))
+
+    one.exchange._transport.open_stream = open_stream
+    one.run.contributors.contributed(other.peer, MODULE, 0)
+    silent = [peer(number) for number in range(100, 200)]
+    one.exchange.tell([*silent, other.peer], MODULE, [row_of(0)])
+    wait_until(lambda: other.told, 20.0)
+
+
 def test_strangers_and_the_revoked_tell_nothing(peers):
     one, stranger, other = peers(), peers(is_in=False), peers()
     step = chain_of(1)[0]
