@@ -259,7 +259,10 @@ class Directory:
         seen = {record.peer_id for records in parsed.values() for record in records}
         direct = self._ask_directly(wanted_keys, scope.modules, seen)
         if direct:
-            found = {key: {**direct.get(key, {}), **found.get(key, {})} for key in wanted_keys}
+            for key, entries in direct.items():
+                # What was taken back may stand there again by now.
+                standing = {sub: said for sub, said in found.get(key, {}).items() if said}
+                found[key] = {**entries, **standing}
             parsed = self._parse_places(keys, found)
         for key in lists:
             self._take_revocations(found.get(key))

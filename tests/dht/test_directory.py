@@ -23,6 +23,7 @@ from support.wire import dht_pair
 from support.wire.dht_pair import (
     GRID,
     PLAN,
+    RUN_ID,
     node_pair,
     paths_of,
     peer_record,
@@ -31,6 +32,7 @@ from support.wire.dht_pair import (
     start_node,
     view_by,
 )
+from support.wire.peers import identity
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LIFE_S = 60.0
@@ -160,6 +162,29 @@ def test_what_stands_there_is_written_again_when_it_has_changed_or_aged(pair, mo
     now_s += LIFE_S / 5
     publish(directory, "peers", "0", claim(node, 2), LIFE_S)
     assert written == [1, 1, 1]
+
+
+def test_an_old_withdrawal_does_not_hide_what_a_peer_says_itself():
+    """Attack: the nodes next to a key have nothing of a peer but what it took back there."""
+    other, name = identity(1), record_key("modules", RUN_ID, "L0.E0")
+    subkey = record_subkey("modules", RUN_ID, "L0.E0", other.public_key)
+    said = ModuleRecord.model_validate(
+        {
+            **peer_record(other.peer_id, 0).model_dump(include=set(ModuleRecord.model_fields)),
+            "module": "L0.E0",
+            "held": None,
+        }
+    ).model_dump()
+
+    class Nodes:
+        def call(self, function, *arguments):
+            if len(arguments) == 1:
+                return {name: {subkey: (None, 1.0)}}
+            return {name: {subkey: (said, 2.0)}}, {other.peer_id}
+
+    places = {other.peer_id: ()}
+    reader = Directory(Nodes(), identity(0), RUN_ID, known_directly=lambda modules: places)
+    assert paths_of(reader) == {other.peer_id: 0}
 
 
 def test_blob_holders_are_the_others(pair):
