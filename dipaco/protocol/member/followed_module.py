@@ -49,6 +49,12 @@ _FIRST_ASKED, _ANSWER_LIMIT_S = 3, 6.0
 # A peer that waits for a state begins after G with the newest one that it can get. Where there is a
 # chain, it begins with the genesis only after this many times G.
 _GENESIS_GATHERS = 2.0
+# What is told of a step that is being taken.
+_PROGRESS = {
+    Stage.GETTING: "getting its files",
+    Stage.COMPUTING: "computing it",
+    Stage.CHECKING: "scoring its state",
+}
 
 
 class FollowedModule(Situation):
@@ -95,7 +101,8 @@ class FollowedModule(Situation):
     def waits_for(self) -> str:
         """Return what an open round is waiting for, for the person at the machine."""
         awaited, rows = self._group.awaited(), self._proposing.ready_rows()
-        return f"the step of {self.module}: have {len(awaited & rows.keys())} of {len(awaited)}"
+        so_far = f"have {len(awaited & rows.keys())} of {len(awaited)}"
+        return f"the step of {self.module}: {_PROGRESS.get(self.taking.stage, so_far)}"
 
     # -- what happens
 
