@@ -239,15 +239,19 @@ def test_nothing_is_claimed_on_a_machine_that_is_too_small(tmp_path, settings, m
 
 
 def test_a_member_receives_everybody_else_s_contributions(tmp_path):
-    plan = make_tiny_run(tmp_path / "run", modules_per_level=(2, 3), codec="float32").plan()
+    plan = make_tiny_run(tmp_path / "run", modules_per_level=(2, 4), codec="float32").plan()
     grid = needs.grid_of(plan)
-    for level, members in (("L0", 3), ("L1", 2)):
+    for level, members in (("L0", 4), ("L1", 2)):
         least = 4 * layout_of(grid, level).size * (members - 1)
         assert least <= needs.received_bytes(plan, grid, level) <= 1.05 * least + 1024
     assert needs.too_slow(plan, None) == []
     assert len(needs.too_slow(plan, 1e-6)) == 2
     assert doctor.check_line(plan, None).verdict == "ok"
     assert "--max-upload-mbps" in remedy(doctor.check_line(plan, 1e-6), "warning")
+    # What carries a file to two of three others is too slow: all three fetch it at once.
+    three_s = 8e-6 * needs.received_bytes(plan, grid, "L0") / plan.rounds.gather_limit_s
+    assert not needs.too_slow(plan, 1.01 * three_s)
+    assert needs.too_slow(plan, 0.9 * three_s)
 
 
 # -- the swarm
