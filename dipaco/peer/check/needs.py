@@ -184,15 +184,14 @@ def too_slow(run: Run, upload_mbit_per_s: float | None) -> list[str]:
     """Return a line for each level whose contributions cannot be sent in time with an upload
     limit, with the limit that would do; none without a limit.
 
-    In time is before a step is proposed, to all others: they fetch a file at the same time, so it
-    is with none of them before it is with most.
+    In time is before a step is proposed, to all other trainers: they fetch a file at the same time,
+    so it is with none of them before it is with most.
     """
     if upload_mbit_per_s is None:
         return []
     grid, time_s, lines = grid_of(run), run.rounds.gather_limit_s, []
     for level in grid.level_names:
-        # On average a peer sends what it receives; a lone trainer has a keeper at least.
-        sent = max(received_bytes(run, grid, level), _file_bytes(run, grid, level))
+        sent = max(1, paths_per_module(grid, level) - 1) * _file_bytes(run, grid, level)
         needed = 8e-6 * sent / time_s
         if needed > upload_mbit_per_s:
             lines.append(

@@ -268,6 +268,13 @@ def test_hundreds_of_silent_holders_cost_no_more_than_a_few(blobs, monkeypatch):
     monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.1)
     dead = [FakeHolder(f"dead {number}", hangs=True) for number in range(300)]
     slots, honest = DownloadSlots(2, 2), FakeHolder("honest")
+    liar = FakeHolder("always busy")
+
+    async def is_busy(sha256, offset):
+        raise SourceBusy(0.0)
+
+    liar.open = is_busy
+    dead = [liar, *dead]
     options = {"max_bytes": 2**30, "timeout_s": 30.0, "refused": RefusedSources(), "slots": slots}
     assert asyncio.run(download(SHA, [*dead, honest], blobs, **options)).read_bytes() == CONTENT
     blobs.remove(SHA)

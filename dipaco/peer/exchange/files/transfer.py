@@ -254,16 +254,17 @@ class _Download:
 
     async def _call_others(self) -> None:
         """Look for a holder that answers, among twice as many each time: hundreds may be gone."""
-        called = 1
-        while time.monotonic() < self._deadline:
-            called = min(2 * called, _MAX_CALLED)
-            others = [h for h in self._holders if self._may_answer(h) and not h.sent_bytes]
-            others.sort(key=self._reluctance)
-            if not others or any(await asyncio.gather(*map(self._answers, others[:called]))):
+        others = [h for h in self._holders if self._may_answer(h) and not h.sent_bytes]
+        others.sort(key=self._reluctance)
+        count = 1
+        while others and time.monotonic() < self._deadline:
+            count = min(2 * count, _MAX_CALLED)
+            called, others = others[:count], others[count:]
+            if any(await asyncio.gather(*map(self._answers, called))):
                 return
 
     async def _answers(self, holder: _Holder) -> bool:
-        """Tell whether a holder says anything within the time that a silent one has."""
+        """Tell whether a holder gives the file within the time that a silent one has."""
         try:
             opening = holder.source.open(self._sha256, self._partial.size_bytes)
             stream, _ = await asyncio.wait_for(opening, SLOW_GRACE_S)
@@ -272,8 +273,9 @@ class _Download:
             self._note_slow(holder, _TooSlow("it does not answer"), 0)
             return False
         except Exception as error:
-            # It says so again when its turn comes.
+            # It says so again when its turn comes. One that is always busy ends no search.
             logger.debug("%s: %r", holder.source.name, error)
+            return False
         return True
 
     def _may_answer(self, holder: _Holder) -> bool:
