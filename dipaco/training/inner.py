@@ -355,9 +355,12 @@ class InnerLoop:
         if reason is not None:
             logger.warning("the kept optimizer state is not used (%s); starting afresh", reason)
             return False
-        # Copied first, because PyTorch would go on training the given tensors in place.
         for name, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(_copied_to_cpu(state[name]))
+            # PyTorch takes settings from a kept state too, but they belong to this run and device,
+            # and it would go on training the given tensors in place.
+            groups = optimizer.state_dict()["param_groups"]
+            kept = {"state": _copied_to_cpu(state[name]["state"]), "param_groups": groups}
+            optimizer.load_state_dict(kept)
         if self._scaler.is_enabled() and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
         self.steps_since_fresh = int(state["steps_since_fresh"])

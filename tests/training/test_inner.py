@@ -306,6 +306,28 @@ def test_a_kept_state_goes_on_bit_for_bit(optimizer, matrices, tmp_path):
     assert loop.steps_since_fresh == other.steps_since_fresh == 7
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_state_kept_on_another_device_goes_on_with_this_one_s_steps(exact, without_bf16, caplog):
+    """In a run with fixed steps AdamW is fused on a GPU, and not on a CPU."""
+    there = InnerLoop(model_of(), config_of(weight_decay=0.5), CPU, exact=not exact)
+    there.step(batch_of(), 0)
+    here = InnerLoop(model_of(), config_of(), CPU, exact=exact)
+    settings = [{**g, "params": None} for g in here._optimizers["optimizer"].param_groups]
+    assert here.load_state_dict(there.state_dict())
+    now = [{**g, "params": None} for g in here._optimizers["optimizer"].param_groups]
+    assert now == settings
+    damaged = here.model.model.norm.weight
+    with torch.no_grad():
+        damaged.fill_(float("nan"))
+    here.step(batch_of(), 1)
+    here.state_dict()  # reads what is late
+    assert here.skipped_steps == 1
+    with torch.no_grad():
+        damaged.fill_(1.0)
+    assert math.isfinite(here.step(batch_of(), 2) + here.step(batch_of(), 3))
+    assert here.skipped_steps == 1
+
+
 def test_a_kept_state_is_a_copy():
     loop = loop_of()
     loop.step(batch_of(), 0)
