@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,13 +63,9 @@ def look_at_files(names: Sequence[str]) -> FirstLook:
     if not train:
         train, held_out = held_out, ()
     unit = _text_unit(train)
-    rows = [row for path in train for row in itertools.islice(_rows(path, unit), _ROWS)]
-    chats = any(is_chat(row, "text") for row in rows)
-    text = "text" if chats else _text_field(rows, train)
+    chats, text, label = _fields(train, unit)
     documents, characters, counted = _count(train, None if chats else text, unit)
-    return FirstLook(
-        train, held_out, chats, text, _label_field(rows, text), unit, documents, characters, counted
-    )
+    return FirstLook(train, held_out, chats, text, label, unit, documents, characters, counted)
 
 
 def rough_tokens(files: Sequence[Path], text: str | None, unit: TextUnit) -> int:
@@ -125,30 +121,42 @@ def _rows(path: Path, unit: TextUnit, opened: list[BinaryIO] | None = None) -> A
     return rows_of(str(path), open_file, _EveryField(), unit)
 
 
-def _text_field(rows: Sequence[Row], files: Sequence[Path]) -> str:
-    """Return "text" if there are texts in it, or else the field with most characters."""
+def _fields(files: Sequence[Path], unit: TextUnit) -> tuple[bool, str, str | None]:
+    """Return whether the first rows of each file are chats, the field of the text, and that of a
+    label. No row is kept, because a row may be a whole file."""
+    chats, rows = False, 0
     characters = Counter[str]()
-    for row in rows:
+    values: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in itertools.chain.from_iterable(
+        itertools.islice(_rows(path, unit), _ROWS) for path in files
+    ):
+        rows += 1
+        chats = chats or is_chat(row, "text")
         for name, value in row.items():
-            if isinstance(value, str):
-                characters[name] += len(value)
+            if not isinstance(value, str):
+                continue
+            characters[name] += len(value)
+            counts = values[name]
+            if len(value) <= _LABEL_CHARACTERS and len(counts) <= _MOST_LABELS:
+                counts[value] += 1
+    text = "text" if chats else _text_field(characters, files)
+    return chats, text, _label_field(values, rows, text)
+
+
+def _text_field(characters: Counter[str], files: Sequence[Path]) -> str:
+    """Return "text" if there are texts in it, or else the field with most characters."""
     if not any(characters.values()):
         raise CorpusError(f"the first rows of {files[0]} hold no text in any field")
     return "text" if characters["text"] else characters.most_common(1)[0][0]
 
 
-def _label_field(rows: Sequence[Row], text: str) -> str | None:
+def _label_field(values: Mapping[str, Counter[str]], rows: int, text: str) -> str | None:
     """Return the field that parts the documents into few groups: the one with fewest of them."""
-    values: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        for name, value in row.items():
-            if name != text and isinstance(value, str) and len(value) <= _LABEL_CHARACTERS:
-                values[name][value] += 1
-    most = min(_MOST_LABELS, len(rows) // _ROWS_OF_A_LABEL)
+    most = min(_MOST_LABELS, rows // _ROWS_OF_A_LABEL)
     groups = {
         name: len(counts)
         for name, counts in values.items()
-        if 2 <= len(counts) <= most and counts.total() > 0.9 * len(rows)
+        if name != text and 2 <= len(counts) <= most and counts.total() > 0.9 * rows
     }
     return min(groups, key=lambda name: groups[name], default=None)
 

@@ -17,7 +17,6 @@ from dipaco.base.errors import ConfigurationError
 
 from .first_look import FirstLook, look_at_files
 
-# English in a small vocabulary; other scripts have fewer characters in a token.
 # A path needs at least this much text of its own to learn something that the others do not.
 _DOCUMENTS_OF_A_PATH, _TOKENS_OF_A_PATH = 50, 100_000
 _MOST_PATHS = 256
@@ -157,7 +156,8 @@ def _name(found: FirstLook, out: Path) -> str:
 
 def _base(base: str, out: Path) -> str:
     is_folder = Path(base).is_dir()
-    return json.dumps(os.path.relpath(base, out.absolute().parent) if is_folder else base)
+    given = os.path.relpath(base, out.absolute().parent) if is_folder else base
+    return json.dumps(given, ensure_ascii=False)
 
 
 def _data(found: FirstLook, folder: Path) -> list[str]:

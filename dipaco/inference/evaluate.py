@@ -9,6 +9,7 @@ so is rerouting every W tokens (section 2.4.3).
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,17 +93,18 @@ class EvaluationReport:
 
     def paths(self) -> dict[int, Evaluated]:
         """Return the figures by path."""
-        return {
-            path: Evaluated.total(part for key, part in self.groups.items() if key[0] == path)
-            for path in sorted({path for path, _ in self.groups})
-        }
+        found = defaultdict[int, list[Evaluated]](list)
+        for (path, _), part in self.groups.items():
+            found[path].append(part)
+        return {path: Evaluated.total(parts) for path, parts in sorted(found.items())}
 
     def labels(self) -> dict[str, Evaluated]:
         """Return the figures by label; documents without one are in none."""
-        return {
-            label: Evaluated.total(part for key, part in self.groups.items() if key[1] == label)
-            for label in sorted({label for _, label in self.groups if label is not None})
-        }
+        found = defaultdict[str, list[Evaluated]](list)
+        for (_, label), part in self.groups.items():
+            if label is not None:
+                found[label].append(part)
+        return {label: Evaluated.total(parts) for label, parts in sorted(found.items())}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values: what `dipaco-eval --json` prints."""
@@ -269,14 +271,16 @@ def _groups(
     ranks = np.empty(len(names) + 1, dtype=np.int64)
     ranks[[*sorted(range(len(names)), key=names.__getitem__), -1]] = [*range(1, len(names) + 1), 0]
     by_rank = (None, *sorted(names))
-    keys = windows.paths * len(ranks) + ranks[windows.label_numbers]
+    keys = windows.paths[chosen] * len(ranks) + ranks[windows.label_numbers[chosen]]
+    # Each document may have a label of its own, so one look at all of them has to do.
+    found, group_of = np.unique(keys, return_inverse=True)
+    documents = np.bincount(group_of)
+    tokens = np.bincount(group_of, windows.document_tokens[chosen]).astype(np.int64)
+    sums = {name: np.bincount(group_of, nll[chosen]) for name, nll in losses.items()}
     groups: dict[GroupKey, Evaluated] = {}
-    for key in np.unique(keys[chosen]).tolist():
-        members = keys == key
-        tokens = int(windows.document_tokens[members].sum())
-        sums = {name: LossSum(float(nll[members].sum()), tokens) for name, nll in losses.items()}
-        path, rank = divmod(key, len(ranks))
-        groups[path, by_rank[rank]] = Evaluated(int(members.sum()), sums)
+    for group, (path, rank) in enumerate(zip(*np.divmod(found, len(ranks)), strict=True)):
+        scores = {name: LossSum(float(s[group]), int(tokens[group])) for name, s in sums.items()}
+        groups[int(path), by_rank[rank]] = Evaluated(int(documents[group]), scores)
     return groups
 
 

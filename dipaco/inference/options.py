@@ -170,7 +170,9 @@ class SamplingSettings(Settings):
         float,
         Option("choose among the likeliest tokens whose chances add up to P; 1 is all", "P"),
     ] = 1.0
-    seed: Annotated[int, Option("the same seed chooses the same tokens", "N")] = 0
+    seed: Annotated[
+        int, Option("the same seed chooses the same tokens", "N", least=0, most=2**63 - 1)
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

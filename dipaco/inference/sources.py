@@ -147,21 +147,19 @@ class StateSource(ABC):
         self._require_tokenizer()
         for sha256 in (self.plan.blobs.base, self.plan.blobs.router):
             self._require_blob(sha256)
-        return self._run.document_router(self._read_plan(), device)
+        return self._run.document_router(self.plan, device)
 
     def base_model(self, device: torch.device) -> PathModel:
         """Return the model that the run began with, for comparison."""
         self._require_blob(self.plan.blobs.base)
-        return self._run.base_model(self._read_plan(), device)
+        return self._run.base_model(self.plan, device)
 
     def path_model(self, device: torch.device) -> PathModel:
         """Return a model that `load_path` fills, on the run's base if that is frozen."""
         if self.plan.model.adapters is not None:
             self._require_blob(self.plan.blobs.base)
-        return self._run.path_model(self._read_plan(), device)
-
-    def _read_plan(self) -> RunPlan:
-        return self.plan.model_copy(update={"model": self.model})
+        plan = self.plan.model_copy(update={"model": self.model})
+        return self._run.path_model(plan, device)
 
     def blob(self, sha256: str) -> bytes:
         """Return the content of a blob of the run, fetched if need be. Raises IntegrityError."""

@@ -2,12 +2,13 @@
 
 import json
 import tomllib
+import weakref
 from pathlib import Path
 
 import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.bootstrap import first_look
+from dipaco.bootstrap import first_look, new_run
 from dipaco.bootstrap.bootstrap_command import main
 from dipaco.bootstrap.first_look import look_at_files
 from dipaco.bootstrap.new_run import write_run_toml
@@ -90,6 +91,30 @@ def test_much_text_is_counted_by_its_beginning(tmp_path, monkeypatch):
     assert part.characters == pytest.approx(whole.characters, rel=0.05)
 
 
+def test_rows_are_looked_at_one_by_one(tmp_path, monkeypatch):
+    """A row may be a whole file, and all files together more than the memory."""
+
+    class Row(dict):
+        __hash__ = object.__hash__
+
+    alive, most = weakref.WeakSet(), 0
+
+    def rows_of_file(*_):
+        nonlocal most
+        for number in range(20):
+            row = Row(text=f"words {number}", kind=f"{number % 2}")
+            alive.add(row)
+            most = max(most, len(alive))
+            yield row
+
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jsonl").touch()
+    monkeypatch.setattr(first_look, "_rows", rows_of_file)
+    found = look_at_files([str(tmp_path)])
+    assert (found.documents, found.label_field) == (60, "kind")
+    assert most <= 4
+
+
 def test_chats_need_a_base(tmp_path):
     with pytest.raises(ConfigurationError, match="--base"):
         write_run_toml([str(CHATS)], tmp_path / "RUN.toml", None, 4)
@@ -106,6 +131,13 @@ def test_chats_over_a_base_become_adapters(tmp_path):
     assert config.adapters is not None
     assert config.base.checkpoint == base
     assert config.grid.modules_per_level == (1, 2)  # forty chats are few
+
+
+def test_the_folder_of_a_base_may_have_any_name(tmp_path):
+    base = tmp_path / "modèle 😀"
+    base.mkdir()
+    written = new_run._base(str(base), tmp_path / "RUN.toml")
+    assert tomllib.loads(f"base = {written}") == {"base": base.name}
 
 
 def test_a_base_that_is_not_here_is_told_and_nothing_is_written(tmp_path):

@@ -106,6 +106,34 @@ def test_paths_and_labels_divide_the_documents(trained):
         assert total == pytest.approx(report.overall.losses["routed"].nll, rel=1e-12)
 
 
+def test_each_document_may_have_a_label_of_its_own(trained):
+    """A field such as an address of the web: what is added up is looked at once, not for each."""
+
+    class Groups(dict):
+        looks = 0
+
+        def items(self):
+            self.looks += 1
+            return super().items()
+
+        def __iter__(self):
+            self.looks += 1
+            return super().__iter__()
+
+    documents = [Document(one.text, f"{number:02d}") for number, one in enumerate(held_out())]
+    report = evaluate(DiskSource(trained[0]), documents, device=CPU)
+    report = dataclasses.replace(report, groups=Groups(report.groups))
+    found = report.labels()
+    assert report.groups.looks == 1
+    assert list(found) == [document.label for document in documents]
+    for document in documents:
+        [alone] = evaluate(DiskSource(trained[0]), [document], device=CPU).groups.values()
+        here = found[document.label]
+        assert (here.documents, here.losses["base"].tokens) == (1, alone.losses["base"].tokens)
+        for name, loss in alone.losses.items():
+            assert here.losses[name].nll == pytest.approx(loss.nll, rel=1e-5)
+
+
 def test_short_documents_are_counted_but_not_scored(trained):
     source = DiskSource(trained[0])
     documents = [Document("b"), *held_out()[:2]]

@@ -262,6 +262,7 @@ def test_a_chosen_path_needs_no_router(out, capsys, monkeypatch):
         ["--temperature", "nan"],
         ["--top-k", "-1"],
         ["--max-tokens", "-1"],
+        ["--seed", "99999999999999999999"],
         ["--choose", "2", "--mix", "2"],
         ["--choose", "2", "--path", "1"],
         ["--choose", "5"],

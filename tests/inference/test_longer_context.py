@@ -57,3 +57,14 @@ def test_more_than_can_be_read_is_refused(out, tmp_path):
     make_tiny_run(tmp_path / "run")
     with pytest.raises(ConfigurationError, match="--context 33 is more than the 32 .* trained on"):
         DiskSource(tmp_path / "run", SourceSettings(context_length=33))
+
+
+def test_fewer_tokens_than_routing_sees_are_read(out, prompt, capsys):
+    words = ["--state-dir", str(out), "--temperature", "0", "--max-tokens", "2"]
+    assert DiskSource(out).plan.routing.prefix_tokens >= 8
+    assert generate_command.main([*words, prompt]) == 0
+    routed = capsys.readouterr().err.splitlines()[0]
+    assert generate_command.main([*words, "--context", "8", prompt]) == 0
+    said = capsys.readouterr()
+    assert routed in said.err
+    assert said.out.startswith(prompt)
