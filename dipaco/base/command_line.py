@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-from .errors import DipacoError
+from .errors import ConfigurationError, DipacoError, nearest_name, printable
 from .files import tidy
 from .output import outlast_audience
 from .running import SettingsT, run_with_settings
@@ -54,7 +54,7 @@ class Command(Generic[SettingsT]):
     """Given what was typed, says what was typed before. Its settings have a field `typed` of the
     type `Typed`."""
 
-    def parser(self, *, only_common: bool = False) -> argparse.ArgumentParser:
+    def parser(self, *, only_common: bool = False) -> _Parser:
         """Return the parser. The help of `only_common` is one page, where some options are."""
         has_common = any(argument.option.common for argument in arguments_of(self.settings))
         only_common &= has_common
@@ -128,7 +128,7 @@ class Command(Generic[SettingsT]):
             return None, {}
         last = self.last_time(flags)
         parser = self.parser(only_common=True)
-        parser.prog = str(last.file)  # What is wrong in it is said of it.
+        parser.source = f"{last.file}: "  # What is wrong in it is said of it.
         kept = self.flags(parser.parse_args(last.words))
         return last.file, {name: kept[name] for name in kept.keys() - last.replaced}
 
@@ -172,13 +172,40 @@ class Program:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says what to type where several words follow a flag that takes one."""
+    """A parser whose errors are like all others of a command: one line that says what to type."""
+
+    source = ""
+    """Where the words stand that it reads, if nobody has typed them now."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse a word that is not known here, where the flags of a program's command are known.
+
+        Raises SystemExit.
+        """
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(self._unknown(unknown[0]))
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """Write the message and end. Raises SystemExit."""
-        if message.startswith("unrecognized arguments"):
-            message += "; a flag such as --initial-peers takes one word: give it again for the next"
-        super().error(message)
+        help_flag = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        self._refuse(f"{message}; see {self.prog} {help_flag}")
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return (
+                f"'{word}' is one word too many; put a text with spaces in quotes, and where a "
+                "flag such as --initial-peers takes one word, give it again for the next"
+            )
+        flag = word.partition("=")[0]
+        nearest = nearest_name(flag, self._option_string_actions)
+        if nearest is None:
+            self.error(f"there is no flag {flag}")
+        return f"there is no flag {flag}; did you mean {nearest}?"
+
+    def _refuse(self, message: str) -> NoReturn:
+        self.exit(ConfigurationError.exit_code, f"error: {printable(self.source + message)}\n")
 
 
 def _is_named(message: str, argument: Argument, value: Any) -> bool:

@@ -23,7 +23,7 @@ class ConfigurationError(DipacoError):
 
 
 class UnreachableError(DipacoError):
-    """No address that was given answers, or an address is not a multiaddress."""
+    """No address that was given answers."""
 
     exit_code = 2
 

@@ -32,7 +32,7 @@ from dipaco.peer.reporting.peer_display import Display
 from dipaco.peer.shell.shell import Shell
 from dipaco.peer.training_peer import install_stop_signals, start_background, write_address_file
 from dipaco.protocol.member.knowledge import MemberSettings
-from dipaco.protocol.view import present_round
+from dipaco.protocol.view import SwarmView, present_round
 from dipaco.routing.run_folder import RunFolder
 
 from .bootstrap_settings import ServeSettings
@@ -159,16 +159,21 @@ def _look_until_stopped(
         except DipacoError as error:
             logger.warning("%s", error)
             continue
-        peers, held = len(view.present), len(node.held.all())
-        training = [claim for claim in view.claims.values() if claim.state == "training"]
-        paths = view.paths(node.grid)
-        served = {claim.path for claim in training} & set(paths)
-        which = "paths" if len(paths) == node.grid.path_count else "paths near this node"
-        line = (
-            f"round {present_round(node.plan, view)}: "
-            f"{peers} peer{'s' * (peers != 1)}, {len(served)} of {len(paths)} {which} in training, "
-            f"{held} state{'s' * (held != 1)} held here"
-        )
-        if line != said or is_debugging():
-            display.say(f"{time.strftime('%H:%M:%S')} {line}")
-        said = line
+        seen = _seen(node, view)
+        if seen != said or is_debugging():
+            when = f"{time.strftime('%H:%M:%S')} round {present_round(node.plan, view)}"
+            display.say(f"{when}: {seen}")
+        said = seen
+
+
+def _seen(node: Node, view: SwarmView) -> str:
+    """Say who else is in the swarm, and what is trained and held."""
+    peers, held = len(set(view.present) - {node.me}), len(node.held.all())
+    training = [claim for claim in view.claims.values() if claim.state == "training"]
+    paths = view.paths(node.grid)
+    served = {claim.path for claim in training} & set(paths)
+    which = "paths" if len(paths) == node.grid.path_count else "paths near this node"
+    return (
+        f"{peers} other peer{'s' * (peers != 1)}, {len(served)} of {len(paths)} {which} in "
+        f"training, {held} state{'s' * (held != 1)} held here"
+    )

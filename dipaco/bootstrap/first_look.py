@@ -78,7 +78,7 @@ def _files(names: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for name in names:
         if not Path(name).is_dir():
-            found += matched_files((name,), "train")
+            found += matched_files((name,))
             continue
         of_form: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(Path(name).rglob("*")):

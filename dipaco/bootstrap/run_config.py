@@ -239,6 +239,8 @@ def read_run_toml(path: Path, changes: Sequence[str] = ()) -> RunToml:
     """
     if not path.exists():
         raise ConfigurationError(f"there is no {path}; start from a copy of examples/tiny/RUN.toml")
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder; name a file in it, such as {path}/RUN.toml")
     values = changed(read_toml(path), changes)
     if "data" not in values:
         raise ConfigurationError(

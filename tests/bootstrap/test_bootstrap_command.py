@@ -56,6 +56,12 @@ def test_what_is_missing_is_named(words, missing, capsys):
     assert f"the following arguments are required: {missing}" in capsys.readouterr().err
 
 
+def test_a_mistyped_flag_is_answered_with_one_of_this_command(capsys):
+    with pytest.raises(SystemExit):
+        parse(["serve", "my-run", "--anounce-maddrs", ADDRESS])
+    assert capsys.readouterr().err == "error: there is no flag --anounce-maddrs; did you mean --announce-maddrs?\n"
+
+
 def test_an_invitation_is_one_whole_line_to_send(tmp_path, capsys):
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     (tmp_path / "manifest.json").write_bytes(sign_manifest(make_plan(), key))

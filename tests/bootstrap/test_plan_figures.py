@@ -246,6 +246,11 @@ def test_few_texts_for_many_paths_are_told(capsys):
         assert ("Few texts: 1,286 training documents for 400 paths" in capsys.readouterr().out) == said
 
 
+def test_a_folder_is_refused_with_the_file_in_it(capsys):
+    assert main(["plan", str(EXAMPLES / "tiny")]) == 3
+    assert f"such as {EXAMPLES / 'tiny' / 'RUN.toml'}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "exit_code", "said"),
     [

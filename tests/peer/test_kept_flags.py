@@ -69,7 +69,7 @@ def test_the_file_can_be_edited_and_what_is_wrong_in_it_is_refused_with_its_name
         ("--hours night", 3, f"(--hours stands in {file})"),
         ("--nice 50", 3, f"(--nice stands in {file})"),
         ("--host-maddrs nowhere", 4, f"(--host-maddrs stands in {file})"),
-        ("--huors 1", 2, f"{file}: error: unrecognized arguments: --huors"),
+        ("--huors 1", 3, f"error: {file}: there is no flag --huors; did you mean --hours?"),
         ("--name 'kitchen", 3, f"{file}: No closing quotation"),
     ):
         file.write_text(f"{kept}\n")

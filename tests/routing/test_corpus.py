@@ -77,6 +77,8 @@ def test_nothing_found(tmp_path):
     _jsonl(tmp_path / "real.jsonl", [{"text": "  "}])
     with pytest.raises(CorpusError, match=r"no file matches.*real\.jsonl"):
         _texts(CorpusConfig(train=str(tmp_path / "typo-*.jsonl")))
+    with pytest.raises(CorpusError, match=r"there is no folder .*typo\."):
+        _texts(CorpusConfig(train=str(tmp_path / "typo" / "*.jsonl")))
     with pytest.raises(CorpusError, match="no text"):
         _texts(CorpusConfig(train=str(tmp_path / "real.jsonl")))
 

@@ -171,9 +171,9 @@ def corpus_files(config: CorpusConfig, part: Part) -> list[Path]:
     name or pattern matches nothing, or a file that is not here.
     """
     if part == "validation":
-        return matched_files(config.validation, part)
+        return matched_files(config.validation)
     held_out = set(files_in_both(config))
-    found = [path for path in matched_files(config.train, part) if path not in held_out]
+    found = [path for path in matched_files(config.train) if path not in held_out]
     if not found:
         raise CorpusError(
             f"every file of train is one of validation too; name others under train, or leave "
@@ -184,10 +184,10 @@ def corpus_files(config: CorpusConfig, part: Part) -> list[Path]:
 
 def files_in_both(config: CorpusConfig) -> list[Path]:
     """Return the files that `train` names and `validation` as well. Raises CorpusError."""
-    held_out = {identity_of(path) for path in matched_files(config.validation, "validation")}
+    held_out = {identity_of(path) for path in matched_files(config.validation)}
     if not held_out:
         return []
-    train = matched_files(config.train, "train")
+    train = matched_files(config.train)
     return [path for path in train if identity_of(path) in held_out]
 
 

@@ -14,7 +14,7 @@ from dipaco.base.files import missing_content
 from .rows import form_of
 
 
-def matched_files(patterns: tuple[str, ...], part: str) -> list[Path]:
+def matched_files(patterns: tuple[str, ...]) -> list[Path]:
     """Return the files that names and patterns mean, in sorted order, each once.
 
     Raises CorpusError if one of them matches nothing, or a file that is not here.
@@ -29,16 +29,19 @@ def matched_files(patterns: tuple[str, ...], part: str) -> list[Path]:
         for folder in (path for path in matches if path.is_dir()):
             if str(folder) == pattern or form_of(folder.name) is not None:
                 raise CorpusError(
-                    f"{part} = '{pattern}' names the folder {folder}; name the files in it, for "
-                    f"example '{str(folder).rstrip('/')}/**/*.jsonl.gz'"
+                    f"'{pattern}' names the folder {folder}; name the files in it, for example "
+                    f"'{str(folder).rstrip('/')}/**/*.jsonl.gz'"
                 )
         if not files:
             folder = Path(pattern).parent
             present = sorted(p.name for p in folder.glob("*") if p.is_file())[:8]
-            holds = f"{folder} holds {', '.join(present)}" if present else f"{folder} has no files"
+            if not folder.exists():
+                holds = f"there is no folder {folder}"
+            else:
+                holds = f"{folder} holds {', '.join(present) or 'no files'}"
             raise CorpusError(
-                f"no file matches {part} = '{pattern}'; {holds}. Relative names are looked up "
-                f"beside the RUN.toml"
+                f"no file matches '{pattern}'; {holds}. Names in a RUN.toml are relative to its "
+                "folder"
             )
         for path in files:
             found.setdefault(identity_of(path), path)
