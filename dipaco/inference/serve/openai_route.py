@@ -129,6 +129,7 @@ class OpenAiRoute:
             lifespan=self._lifespan,
             exception_handlers={
                 ApiError: _say_api_error,
+                TimeoutError: _say_too_late,
                 HTTPException: _say_http_error,
                 Exception: _say_failure,
             },
@@ -211,7 +212,7 @@ class OpenAiRoute:
         return Response(content, headers=headers)
 
     async def _fetched(self, address: str) -> tuple[bytes, dict[str, str]]:
-        """Return what any one of the servers has at an address. Raises ApiError."""
+        """Return what any one of the servers has at an address. Raises ApiError, TimeoutError."""
         served = list(self._servers.served)
         paths = [*served, *(p for p in range(self._reader.paths) if p not in served)]
         async with (
@@ -234,13 +235,10 @@ class OpenAiRoute:
         self._check_key(http)
         client = client_of(http.client.host if http.client else None)
         deadline_s = asyncio.get_running_loop().time() + self._limits.timeout_s
-        try:
-            async with asyncio.timeout_at(deadline_s), self._reading.take(client):
-                content = await _content(http)
-                request = await self._apart(partial(read, content))
-                paths = await self._paths(request)
-        except TimeoutError:
-            raise _too_late() from None
+        async with asyncio.timeout_at(deadline_s), self._reading.take(client):
+            content = await _content(http)
+            request = await self._apart(partial(read, content))
+            paths = await self._paths(request)
         return _Answer(partial(self._send, request, paths, address, client, deadline_s))
 
     async def _send(
@@ -468,6 +466,10 @@ async def _nothing(request: Request) -> Response:
 async def _say_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _say_too_late(request: Request, error: Exception) -> Response:
+    return await _say_api_error(request, _too_late())
 
 
 async def _say_http_error(request: Request, error: Exception) -> Response:

@@ -235,6 +235,7 @@ class PathServers:
             path = self._asked.popleft()
             old = self._current.get(path)
             if old is None and not self._waits(path):
+                self._waiting.pop(path, None)
                 continue
             try:
                 if old is None:

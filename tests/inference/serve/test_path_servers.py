@@ -266,6 +266,22 @@ def test_who_stops_waiting_keeps_no_server_from_ending():
     scene(act, capacity=1)
 
 
+def test_who_stops_waiting_is_forgotten():
+    async def act(world, servers):
+        world.may_start.clear()
+        first = User(servers, 1)
+        await eventually(lambda: world.started)
+        user = User(servers, 2)
+        await eventually(lambda: 2 in servers._waiting)
+        user.task.cancel()
+        world.may_start.set()
+        await (await first.begun()).end()
+        await eventually(lambda: not servers._asked)
+        assert servers._waiting == {}
+
+    scene(act)
+
+
 def test_it_ends_while_a_path_is_started():
     async def act(world, servers):
         world.may_start.clear()

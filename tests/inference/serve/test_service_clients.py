@@ -374,6 +374,17 @@ def test_an_answer_that_takes_too_long_is_given_up(busy):
     assert b'"timeout"' in said
 
 
+@pytest.mark.parametrize("name", ["/", "/props"])
+def test_a_page_that_takes_too_long_is_given_up(busy, name):
+    address, route, halt = busy
+    halt()
+    route._limits = dataclasses.replace(route._limits, timeout_s=0.2)
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+    connection.request("GET", name, headers={"Authorization": "Bearer secret"})
+    found = connection.getresponse()
+    assert (found.status, json.loads(found.read())["error"]["code"]) == (503, "timeout")
+
+
 def test_one_client_keeps_no_other_out(busy):
     address, _, halt = busy
     halt()
