@@ -233,12 +233,16 @@ class DiskSource(StateSource):
     def __init__(self, folder: Path, settings: SourceSettings | None = None) -> None:
         run = RunFolder(folder)
         super().__init__(run, run.plan(), settings or SourceSettings())
+        self._in_place_of: dict[str, str] = {}
+        """What was read in place of a state that is damaged, by digest."""
 
     def _newest_state(self, module: str) -> ModuleState | None:
         states, layout = self._run.states, layout_of(self.grid, module)
         for _ in range(_MAX_READS):
             newest = states.newest_digest(module)
             state = states.load_latest(module, layout, removes=False)
+            if state is not None and newest is not None and state.digest != newest:
+                self._in_place_of[newest] = state.digest
             if state is not None or states.newest_digest(module) in (None, newest):
                 return state
             # A running peer may have put newer files in the place of those that were listed.
@@ -246,7 +250,9 @@ class DiskSource(StateSource):
 
     def _newest_digest(self, module: str) -> str | None:
         newest = self._run.states.newest_digest(module)
-        return newest if newest is not None else super()._newest_digest(module)
+        if newest is None:
+            return super()._newest_digest(module)
+        return self._in_place_of.get(newest, newest)
 
     def look_again(self) -> None:
         """Forget what was found: the next calls read what is in the folder then."""

@@ -75,11 +75,10 @@ class Exporter:
                 rounding = self._write_weights(path, states, staging, shares)
                 card = model_card(self.source, self.form, path=path, rounding=rounding)
                 (staging / "README.md").write_text(card, encoding="utf-8")
-        if shares:
-            self._shards |= {
-                (module, digest): folder / _shard_name(number, len(digests))
-                for number, (module, digest) in enumerate(digests.items(), start=1)
-            }
+        for number, key in enumerate(digests.items(), start=1):
+            file = folder / _shard_name(number, len(digests))
+            if file.is_file():  # one that lay there already may be of an export of this path alone
+                self._shards[key] = file
         self.source.forget(path)
         return is_new
 

@@ -243,6 +243,17 @@ def test_newer_states_replace_older_ones(trained, tmp_path):
     assert names == {str(file.relative_to(tmp_path / "fresh")) for file in (tmp_path / "fresh").rglob("*")}
 
 
+def test_a_run_is_exported_around_a_path_that_was_exported_alone(trained, tmp_path):
+    out = tmp_path / "out"
+    assert run("--state-dir", trained, "--all", "--out", out) == 0
+    for path in ("00000", "00001"):
+        shutil.rmtree(out / "paths" / path)
+    assert run("--state-dir", trained, "--path", "0", "--out", out / "paths" / "00000") == 0
+    assert run("--state-dir", trained, "--all", "--out", out) == 0
+    for path in (0, 1):
+        check_path(DiskSource(trained), path, out / "paths" / f"{path:05d}")
+
+
 def test_the_index_tells_the_bytes_of_all_tensors(tmp_path):
     """Also of tables from which the rows are cut that the run added to its base."""
     make_foreign_base(tmp_path / "base", "llama")

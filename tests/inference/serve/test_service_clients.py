@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from dipaco.base import http_server
 from dipaco.inference.serve import openai_route
-from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, open_source
+from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, open_source, path_states
 from dipaco.modules.layout import layout_of
 from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.run_folder import RunFolder
@@ -447,6 +447,23 @@ def test_newer_states_answer_once_they_are_there(out, tmp_path, kind):
         after = client.post("/v1/completions", json=body)
     assert after.json()["choices"][0]["text"] != before.json()["choices"][0]["text"]
     assert after.headers["x-dipaco-states"] != before.headers["x-dipaco-states"]
+
+
+def test_a_damaged_state_starts_no_server_anew(out, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(out, folder)
+    states = RunFolder(folder).states
+    damaged = states.find(states.newest_digest("L1.E1"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    source = DiskSource(folder)
+    path = source.grid.paths_of_module("L1.E1")[0]
+    used = tuple(state.digest for state in path_states(source, path).values())
+    source.look_again()
+    assert source.digests(path) == used
+    newer = changed(changed(states.load_latest("L1.E1", layout_of(source.grid, "L1.E1"))))
+    states.save(newer)
+    source.look_again()
+    assert newer.digest in source.digests(path)
 
 
 def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out):
