@@ -240,7 +240,7 @@ class DiskSource(StateSource):
         states, layout = self._run.states, layout_of(self.grid, module)
         for _ in range(_MAX_READS):
             newest = states.newest_digest(module)
-            state = states.load_latest(module, layout, removes=False)
+            state = states.load_latest(module, layout)
             if state is not None and newest is not None and state.digest != newest:
                 self._in_place_of[newest] = state.digest
             if state is not None or states.newest_digest(module) in (None, newest):
@@ -322,7 +322,7 @@ class SwarmSource(StateSource):
             state = None
         if state is None and self._keeps:
             layout = layout_of(self.grid, module)
-            state = self._run.states.load_latest(module, layout, removes=False)
+            state = self._run.states.load_latest(module, layout)
             if state is not None:
                 self._unserved.add(module)
         return state

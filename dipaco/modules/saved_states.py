@@ -93,13 +93,10 @@ class StateStore:
         finally:
             file.unlink(missing_ok=True)
 
-    def load_latest(
-        self, module: str, layout: ModuleLayout, *, removes: bool = True
-    ) -> ModuleState | None:
+    def load_latest(self, module: str, layout: ModuleLayout) -> ModuleState | None:
         """Return the newest state of `module` that is undamaged, or None.
 
-        Damaged files are reported in one warning and removed, so that the next save does not take
-        them for the last good one. A reader leaves them (`removes`).
+        Damaged files are reported in one warning, and left to the peer whose folder it is.
         """
         damaged = []
         found = None
@@ -112,8 +109,6 @@ class StateStore:
                 break
             except (IntegrityError, StorageError) as error:
                 damaged.append(f"{path.name[:16]}: {error}")
-                if removes:
-                    self.kept.remove(saved.digest)
         if damaged:
             instead = f"version {found.version} is used" if found else "there is no other"
             logger.warning("damaged state of %s (%s); %s", module, "; ".join(damaged), instead)

@@ -303,6 +303,19 @@ def test_modules_without_a_state_are_named(chain, tmp_path):
     )
 
 
+def test_the_run_before_is_only_read(chain, tmp_path):
+    """It may be the folder of a peer, which looks after its files itself."""
+    old = tmp_path / "old"
+    shutil.copytree(chain["kmeans"], old)
+    states = RunFolder(old).states
+    before = states.newest_digest("L1.E0")
+    file = states.find(before)
+    file.write_bytes(file.read_bytes()[:-1])
+    states.kept.index.close()
+    assert open_predecessor(old, allow_genesis=True).digests["L1.E0"] != before
+    assert file.is_file()
+
+
 def test_scores_need_a_trained_path_for_each_new_one(chain, tmp_path):
     folder = chain["dense"].parent
     toml = successor_toml(folder, "grown-by-scores", "[4, 4]", kind="discriminative")

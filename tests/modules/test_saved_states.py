@@ -185,16 +185,15 @@ def test_an_index_that_is_only_read_is_not_touched(store):
 
 def test_a_damaged_file_is_reported_once_and_the_previous_used(store, caplog):
     store.save(state_of(1))
-    damage(store.save(state_of(2)))
+    damaged = store.save(state_of(2))
+    damage(damaged)
     with caplog.at_level(logging.WARNING, logger="dipaco"):
         loaded = store.load_latest("L0.E0", LAYOUT)
     assert loaded.version == 1
+    assert damaged.is_file()  # It may be another one's, who finds out.
     assert len(caplog.records) == 1
     assert "damaged state of L0.E0" in caplog.text
     assert "version 1 is used" in caplog.text
-    # The damaged one no longer counts among the two that are kept.
-    store.save(state_of(3))
-    assert versions(store) == [3, 1]
 
 
 def test_nothing_undamaged(store, caplog):
@@ -204,8 +203,6 @@ def test_nothing_undamaged(store, caplog):
         assert store.load_latest("L0.E0", LAYOUT) is None
     assert len(caplog.records) == 1
     assert "there is no other" in caplog.text
-    store.save(state_of(3))
-    assert versions(store) == [3]
 
 
 def test_a_state_that_is_of_another_module(store):

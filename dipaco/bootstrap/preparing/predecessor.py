@@ -147,7 +147,7 @@ class Predecessor:
                 found[module] = state.digest
         if missing:
             raise ConfigurationError(
-                f"{self.path / 'states'} holds no state of {', '.join(missing[:4])}"
+                f"{self.folder.states.folder} holds no state of {', '.join(missing[:4])}"
                 f"{' ...' if len(missing) > 4 else ''} ({len(found)} of "
                 f"{len(self.grid.modules())} modules have one); train every path first, give "
                 f"--initial-peers of the live swarm, or --allow-genesis to take what that run "

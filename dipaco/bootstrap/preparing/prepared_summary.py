@@ -123,15 +123,10 @@ class Summary:
         return found
 
     def _say_how_to_start(self, *, is_new: bool) -> None:
-        out = self.job.out
-        self.job.display.run(self.plan, parameter_counts(self.folder.grid(self.plan)), str(out))
+        counts = parameter_counts(self.folder.grid(self.plan))
+        self.job.display.run(self.plan, counts, str(self.job.out))
         if not is_new:
             self.say(
                 "Everything is done already and the manifest is unchanged. For a new "
                 "start give --start-in-s S --replace"
-            )
-        elif any((out / "states").glob("*")):
-            self.say(
-                f"{out / 'states'} holds states of an earlier run of this folder; move it "
-                f"away unless you mean to inspect them"
             )
