@@ -149,6 +149,12 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let the application close what it has, also when it is told to end at once."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
 
 class _KnownHosts:
     """Answers to these names, and to who gives none: a health check of HTTP/1.0 does, and a browser

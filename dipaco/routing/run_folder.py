@@ -95,9 +95,11 @@ class RunFolder:
         try:
             envelope = json.loads(self.manifest_path.read_bytes())
         except FileNotFoundError:
+            lack = "is not a run folder: it has no manifest.json"
+            what = lack if self.path.exists() else "does not exist"
             raise StorageError(
-                f"{self.path} is not a run folder: it has no manifest.json; make one with "
-                f"'dipaco-bootstrap prepare RUN.toml --out {self.path}'"
+                f"{self.path} {what}; give the folder that dipaco-bootstrap prepare or "
+                "dipaco-simulate wrote, or the cache folder of a peer"
             ) from None
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"{self.manifest_path} is not JSON: {error}") from None

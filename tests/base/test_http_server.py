@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from starlette.routing import Route
 
 from dipaco.base import http_server
 from dipaco.base.http_server import listen, serve_until_told
+from support.programs.processes import ran
 
 LIMIT_S = 60.0
 
@@ -142,3 +144,30 @@ def test_answers_that_nobody_takes_keep_nobody_out(monkeypatch, times):
         assert said(port, asked("localhost")).startswith("HTTP/1.1 200")
         server.should_exit = True
     thread.join(LIMIT_S)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_without_a_traceback():
+    script = """
+import contextlib, os, signal, socket
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from dipaco.base.http_server import listen, serve_until_told
+signal.signal(signal.SIGINT, signal.default_int_handler)  # These tests may run where it is ignored.
+@contextlib.asynccontextmanager
+async def lifespan(application):
+    try:
+        yield
+    finally:
+        print("closed")
+async def hello(request):
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    return PlainTextResponse("hello")
+with listen("127.0.0.1", 0) as listening:
+    asking = socket.create_connection(listening.getsockname())
+    asking.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n")
+    serve_until_told(Starlette(routes=[Route("/", hello)], lifespan=lifespan), listening)
+"""
+    done = ran(sys.executable, "-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")

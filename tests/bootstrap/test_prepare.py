@@ -110,6 +110,8 @@ def test_broken_parts_are_refused(prepared, tmp_path):
     plan = run.plan()
     with pytest.raises(StorageError, match="is not a run folder"):
         RunFolder(tmp_path).plan()
+    with pytest.raises(StorageError, match="none does not exist; give the folder"):
+        RunFolder(tmp_path / "none").plan()
     missing = plan.model_copy(update={"blobs": plan.blobs.model_copy(update={"router": "0" * 64, "base": "0" * 64})})
     for read in (run.router, run.base_parameters, run.base_model):
         with pytest.raises(IntegrityError):

@@ -37,8 +37,9 @@ from .pieces import encode
 from .stages import Job, Stage, inputs_hash, read_made
 
 _PARTS = ("train", "validation")
-# The keys of [data] by which files of the same kind are read.
-_HOW_ROWS_ARE_READ = ("text_field", "label_field", "txt_documents", "held_out_fraction")
+# The keys of [data] by which the files of an added path are read. They need not have the labels of
+# the run, which tell its paths apart in reports.
+_HOW_ROWS_ARE_READ = ("text_field", "txt_documents", "held_out_fraction")
 
 
 @dataclass
