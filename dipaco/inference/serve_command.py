@@ -168,9 +168,8 @@ def service_of(
     each = server_bytes(model, parameter_counts(source.grid)["path"], settings.dtype, places)
     capacity = min(paths, max(1, int(settings.memory_gb * 1e9) // each))
     say(f"run '{plan.name}' ({plan.run_id[:16]}), {paths} paths")
-    say(
-        f"memory: {settings.memory_gb:g} GB hold {capacity} path{'s' * (capacity != 1)} of about {each / 1e6:.0f} MB"
-    )
+    hold = f"hold {capacity} path{'s' * (capacity != 1)}"
+    say(f"memory: {settings.memory_gb:g} GB {hold} of about {each / 1e6:.0f} MB")
     return OpenAiRoute(
         PathServers(
             files,
