@@ -263,8 +263,8 @@ def _read_tokenizer_json(folder: Path, rows: int) -> bytes:
     return pack_tokenizer(
         content, special, template, str(file),
         rows=rows,
-        stated=_stated(SpecialNumbers, read_config_file(folder)),
-        generation=None if generation is None else _stated(GenerationSettings, generation),
+        stated=_stated(SpecialNumbers, read_config_file(folder), rows),
+        generation=None if generation is None else _stated(GenerationSettings, generation, rows),
         splits_special=splits,
         turn_end=turn_end_name,
     )  # fmt: skip
@@ -286,13 +286,19 @@ def _special_names(folder: Path) -> list[str | None]:
 _StatedT = TypeVar("_StatedT", SpecialNumbers, GenerationSettings)
 
 
-def _stated(kind: type[_StatedT], values: Mapping[str, Any]) -> _StatedT:
-    """Return what a file of a checkpoint says, without what is not known of its kind."""
+def _stated(kind: type[_StatedT], values: Mapping[str, Any], rows: int) -> _StatedT:
+    """Return what a file of a checkpoint says, without what is not known of its kind, and without
+    numbers that no token has: what opens an export would end at them."""
     found: dict[str, Any] = {}
     for key in kind.model_fields:
         with contextlib.suppress(ValidationError):
-            kind.model_validate({key: values.get(key)})
-            found[key] = values.get(key)
+            found[key] = getattr(kind.model_validate({key: values.get(key)}), key)
+    for key in SpecialNumbers.model_fields:
+        said = found.get(key)
+        if isinstance(said, list):
+            found[key] = [number for number in said if 0 <= number < rows] or None
+        elif said is not None and not 0 <= said < rows:
+            found[key] = None
     return kind.model_validate(found)
 
 

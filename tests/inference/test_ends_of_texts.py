@@ -1,5 +1,6 @@
 """A run over a base says what transformers says on it, and its texts and answers end where the base's do."""
 
+import json
 import shutil
 
 import peft
@@ -149,6 +150,22 @@ def test_what_a_base_says_ends_an_answer(stated, template, ends, tmp_path):
     base_with_ends(tmp_path / "base", stated, template)
     tokenizer = read_tokenizer(ImportedBase(tmp_path / "base").tokenizer)
     assert names(tokenizer, tokenizer.ends) == ends
+
+
+def test_numbers_that_no_token_has_are_not_exported(tmp_path):
+    """Some checkpoints have a padding behind the last row, and nothing loads a model with that."""
+    base = tmp_path / "base"
+    make_foreign_base(base, "smollm2")
+    config = json.loads((base / "config.json").read_text())
+    rows = config["vocab_size"]
+    (base / "config.json").write_text(json.dumps(config | {"pad_token_id": rows, "bos_token_id": -1}))
+    settings = {"eos_token_id": [2, rows, -7, 10**30], "pad_token_id": [rows], "top_k": 20}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    imported = ImportedBase(base)
+    files = checkpoint_files(imported.model, imported.tokenizer, torch.float32)
+    assert json.loads(files["generation_config.json"]) == {"eos_token_id": [2], "top_k": 20}
+    written = json.loads(files["config.json"])
+    assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None, 2, None]
 
 
 def test_an_answer_is_learned_up_to_the_end_of_its_turn(tmp_path):
