@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dipaco.base.errors import CorpusError
+from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import InnerConfig
 from dipaco.routing.documents.corpus import Document
@@ -55,8 +55,15 @@ def fit_to_documents(
 ) -> tuple[Rerouter, FitReport]:
     """Score documents with every path, and fit a rerouter to that.
 
-    Raises as `_fit_rerouter`, and as `assemble_path` if a path has no state.
+    Raises as `_fit_rerouter`, as `assemble_path` if a path has no state, and ConfigurationError for
+    a run whose base is not trained as a whole.
     """
+    if source.plan.model.transformers_config is not None:
+        raise ConfigurationError(
+            f"a rerouter is the base of the run trained further, and that of run "
+            f"'{source.plan.name}' is of a family of which only adapters are trained; compare "
+            f"paths with --mix N"
+        )
     paths = np.arange(source.grid.path_count)
     for path in paths.tolist():
         if source.missing_modules(path):

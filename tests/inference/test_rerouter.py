@@ -1,11 +1,14 @@
 """The rerouter: when it chooses, what it sees, and the file it is kept in."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.inference.document_windows import DocumentWindows
+from dipaco.inference.fit_rerouter import fit_to_documents
 from dipaco.inference.rerouter import Rerouter, decided_at, read_rerouter, rerouted_nats, rerouter_bytes
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import GridConfig, ModelConfig
@@ -85,6 +88,14 @@ def test_an_unfitted_rerouter_stays_on_the_routed_path():
     for row, path in enumerate(windows.paths[windows.row_documents]):
         scored = slice(PREFIX - 1, windows.row_tokens[row] - 1)
         assert np.array_equal(found[row, scored], nats[path, row, scored])
+
+
+def test_a_base_that_transformers_computes_is_refused_before_anything_is_scored():
+    plan = plan_of()
+    model = plan.model.model_copy(update={"transformers_config": "{}"})
+    source = SimpleNamespace(plan=plan.model_copy(update={"model": model}))
+    with pytest.raises(ConfigurationError, match="only adapters are trained; compare paths with --mix N"):
+        fit_to_documents(source, [], device=torch.device("cpu"))
 
 
 def test_a_file_gives_back_the_rerouter_of_its_run(tmp_path):
