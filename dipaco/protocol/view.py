@@ -284,8 +284,8 @@ def build_view(
 ) -> SwarmView:
     """Make a view of records, leaving out what this run cannot have.
 
-    Dropped: unknown paths and modules, rounds of the future, versions and token counts beyond
-    what the elapsed time allows. Expired records do not get here.
+    Dropped: unknown paths and modules, rounds of the future, versions beyond what the elapsed time
+    allows. Expired records do not get here.
     """
     counted = plan.rounds.inner_steps > 0
     latest = plan.rounds.round_at(now_s - plan.start_s) + _ROUND_SLACK

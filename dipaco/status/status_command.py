@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command
-from dipaco.base.errors import ConfigurationError, StorageError
+from dipaco.base.errors import ConfigurationError, DipacoError, StorageError
 from dipaco.base.host_and_port import host_and_port
 from dipaco.base.output import is_unread
 from dipaco.base.running import say
@@ -141,7 +141,10 @@ def _show(reader: RunReader, settings: StatusSettings) -> int:
         print(json.dumps(status, indent=None if settings.watch else 2), flush=True)
         while settings.watch and not is_unread():
             time.sleep(_WATCH_PERIOD_S)
-            print(json.dumps(reader.read()), flush=True)
+            try:
+                print(json.dumps(reader.read()), flush=True)
+            except DipacoError as error:
+                say(f"cannot read the swarm, tries again: {error}")
     else:
         from rich.console import Console
 

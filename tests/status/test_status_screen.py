@@ -1,12 +1,15 @@
 """`dipaco-status` on a terminal: problems stand on top, and with --watch tables are cut to fit."""
 
 import io
+import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from dipaco.base.errors import DipacoError, NetworkError
+from dipaco.status import status_command
 from dipaco.status.screen import render, watch
 from support.swarms.big_swarm import spoil, status_at
 from support.swarms.swarm_views import healthy_swarm, peer_name, plan_of
@@ -110,6 +113,23 @@ def test_into_a_pipe_one_status_follows_the_other():
     text = console.file.getvalue()
     assert text.count("\npaths") == 2
     assert 0 < text.index("problem: ") < text.index("all is well")
+
+
+def test_objects_of_json_follow_each_other_too(monkeypatch, capsys):
+    outcomes = [{"healthy": True}, NetworkError("nobody answers"), {"healthy": False}, KeyboardInterrupt()]
+
+    def read():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(status_command, "_WATCH_PERIOD_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        status_command._show(SimpleNamespace(read=read), SimpleNamespace(json=True, watch=True))
+    said = capsys.readouterr()
+    assert [json.loads(line)["healthy"] for line in said.out.splitlines()] == [True, False]
+    assert said.err == "cannot read the swarm, tries again: nobody answers\n"
 
 
 # -- without --watch
