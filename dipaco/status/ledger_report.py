@@ -66,5 +66,7 @@ def print_ledger(ledger: dict[str, Any]) -> None:
         table.add_column(title, justify="right" if title in ("tokens", "last round") else "left")
     for one in ledger["peers"]:
         row = (one["peer_id"][-8:], one["name"], one["team"])
-        table.add_row(*row, f"{one['tokens']:,}", str(one["last_round"]))
+        # Some have trained in earlier runs only.
+        last_round = str(one["last_round"]) if one["last_round"] >= 0 else "-"
+        table.add_row(*row, f"{one['tokens']:,}", last_round)
     console.print(table)

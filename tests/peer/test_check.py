@@ -12,9 +12,16 @@ from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
 from dipaco.peer.check import checks, doctor, fits, needs, this_machine
 from dipaco.peer.check.fits import MemoryNeed
 from dipaco.peer.check.this_machine import Gpu, Memory
+from dipaco.peer.node.guests import admit
 from dipaco.peer.peer_settings import PeerSettings
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.identity import KEY_FILE, load_or_create_identity
+from dipaco.protocol.invitations import Terms, make_invitation
+from dipaco.protocol.manifest import sign_manifest, verify_manifest
+from support.runs.make_plan import make_plan
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import Swarm, command
+from support.wire.peers import key
 
 GIB = 2**30
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
@@ -273,6 +280,33 @@ def test_reachability():
     unknown = doctor.check_reachability(own, "unknown", 4000)
     assert not remedy(unknown, "ok")
     assert "once it has joined" in unknown.value
+
+
+def test_an_invitation(tmp_path, settings):
+    """Joining would end with exit code 13 without one, so the check does; it takes no place."""
+    operator = key(1000)
+    manifest = verify_manifest(sign_manifest(make_plan(), operator))
+    scope = manifest.plan.admission_scope
+    thrown_away = load_or_create_identity(tmp_path / "thrown-away" / KEY_FILE)
+
+    def look(invitation=None, cache_folder=settings.cache_folder):
+        asked = replace(settings, invitation=invitation, cache_folder=cache_folder)
+        return doctor.check_invitation(asked, Gate.of(manifest), manifest, thrown_away)
+
+    one, elsewhere, ended = (
+        make_invitation(Terms(run, 1, expires_s), operator).to_text()
+        for run, expires_s in ((scope, 0), ("f" * 16, 0), (scope, 1))
+    )
+    assert "--invitation" in remedy(look(), "problem", 13)
+    for text in (elsewhere, ended, f"{one[:-4]}AAAA", one[:30]):
+        assert remedy(look(text), "problem", 13)
+    assert remedy(look(one), "ok") == ""
+    # Of a peer that has joined before, the kept admission counts.
+    mine = load_or_create_identity(tmp_path / "joined" / KEY_FILE)
+    admit(Gate.of(manifest), mine, manifest, 0.0, one)
+    assert "has admitted" in look(cache_folder=tmp_path / "joined").value
+    mine.release()
+    thrown_away.release()
 
 
 def test_the_base_of_adapters():

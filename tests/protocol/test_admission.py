@@ -437,7 +437,7 @@ def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate):
 def test_a_node_is_let_in_once_and_remembers_it(gate, tmp_path):
     manifest = verify_manifest(sign_manifest(make_plan(), OPERATOR))
     me, other = (dataclasses.replace(identity(n), path=tmp_path / "identity.key") for n in (0, 1))
-    with pytest.raises(AdmissionError, match="is by invitation: ask its operator"):
+    with pytest.raises(AdmissionError, match="is by invitation; ask its operator"):
         admit(gate, me, manifest, NOW_S, None)
     text = INVITATION.to_text()
     first = admit(gate, me, manifest, NOW_S, text)

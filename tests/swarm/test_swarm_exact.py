@@ -104,6 +104,6 @@ def start_outsiders(swarm, bootstrap, invited):
     Returns each with what it says in its last line.
     """
     return {
-        "is by invitation: ask": swarm.start_peer(bootstrap, name="uninvited"),
+        "is by invitation; ask": swarm.start_peer(bootstrap, name="uninvited"),
         "all places of the invitation": swarm.start_peer(bootstrap, *invited, name="fifth"),
     }

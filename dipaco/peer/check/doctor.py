@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -27,12 +28,15 @@ from dipaco.modules.hub_cache import is_hub_name
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.contact.reachability import probe
 from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.guests import admission_file, admit, check_admission, given_invitation
 from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.idle import in_use
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.texts_at_home import look_at_texts
-from dipaco.protocol.identity import KEY_FILE, is_in_use
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.identity import KEY_FILE, Identity, is_in_use, kept_peer_id
+from dipaco.protocol.manifest import SignedManifest
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from . import needs
@@ -161,6 +165,8 @@ def _run_checks(
     yield ok("run", f"'{plan.name}' ({plan.run_id}), {grid.path_count} paths")
     if plan.about.text:
         yield ok("what for", plan.about.text)
+    if plan.admission is None:
+        yield check_invitation(settings, node.gate, node.manifest, node.identity)
     if port_is_free:
         addresses, reachable = _how_reached(node, connected)
         port = port_of(parse_listen(settings.listen_maddrs()[0]))
@@ -192,6 +198,26 @@ def _how_reached(node: Node, connected: tuple[str, ...]) -> tuple[tuple[str, ...
         return addresses, probe(node.exchange.call_back, asked, addresses)[0]
     except DipacoError:
         return (), "unknown"
+
+
+def check_invitation(
+    settings: PeerSettings, gate: Gate, manifest: SignedManifest, thrown_away: Identity
+) -> Check:
+    """Say whether this machine is admitted to a run by invitation, or has what admits it.
+
+    An invitation is tried with an identity that is `thrown_away`, so it takes no place.
+    """
+    own = settings.cache_folder / KEY_FILE
+    kept = admission_file(own, gate)
+    try:
+        invitation = given_invitation(settings.invitation)
+        if invitation is None and own.exists() and kept.exists():
+            check_admission(gate, kept_peer_id(own), kept.read_bytes())
+            return ok("invitation", "the operator has admitted this peer")
+        admit(gate, thrown_away, manifest, time.time(), invitation)
+    except DipacoError as error:
+        return failed("invitation", error)
+    return ok("invitation", "it is good for this run, if one of its places is free")
 
 
 def check_clock(offset_s: float) -> Check:

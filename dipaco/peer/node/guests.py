@@ -73,7 +73,7 @@ def admit(
     admission is kept beside the identity; the invitation, which is a secret, is not. Raises
     `AdmissionError` and `StorageError`.
     """
-    file = identity.path.with_name(f"{identity.path.name}.admission-{gate.run_id}")
+    file = admission_file(identity.path, gate)
     try:
         kept = file.read_bytes() if file.exists() else None
     except OSError as error:
@@ -89,17 +89,27 @@ def admit(
             atomic_write(file, [kept])
     if kept is None:
         raise AdmissionError(
-            f"run '{manifest.plan.name}' is by invitation: ask its operator "
+            f"run '{manifest.plan.name}' is by invitation; ask its operator "
             f"({manifest.operator_fingerprint}) for one and give it with --invitation"
         )
+    check_admission(gate, identity.peer_id, kept)
+    return kept
+
+
+def admission_file(identity_file: Path, gate: Gate) -> Path:
+    """Return where the admission of an identity is kept."""
+    return identity_file.with_name(f"{identity_file.name}.admission-{gate.run_id}")
+
+
+def check_admission(gate: Gate, peer: str, admission: bytes) -> None:
+    """Raise `AdmissionError` for an admission that a peer of this id cannot be in by."""
     try:
-        gate.check_own(identity.peer_id, kept)
+        gate.check_own(peer, admission)
     except RecordError as error:
         raise AdmissionError(
             f"this peer is not admitted: {error}; ask the operator for another invitation and "
             "give it with --invitation"
         ) from None
-    return kept
 
 
 def _is_of(admission: bytes, identity: Identity, gate: Gate) -> bool:
