@@ -222,9 +222,14 @@ def with_what_was_known(status: dict[str, Any], before: dict[str, Any]) -> dict[
     paths = []
     for now, then in zip(status["paths"], before["paths"], strict=True):
         kept = dict(now)
-        if now["tokens"] < then["tokens"]:
+        # As the newest of several records is found: what was said once does not outlast a round.
+        if _how_far(now) < _how_far(then):
             kept |= {name: then[name] for name in ("tokens", "last_round")}
         if now["validation_loss"] is None:
             kept |= {name: then[name] for name in ("validation_loss", "shard_sequences")}
         paths.append(kept)
     return {**status, "paths": paths, "validation": _validation_of(paths)}
+
+
+def _how_far(path: dict[str, Any]) -> tuple[int, int]:
+    return -1 if path["last_round"] is None else path["last_round"], path["tokens"]

@@ -107,6 +107,20 @@ def test_what_was_known_of_a_path_stays(records):
     assert (kept["paths"], kept["validation"]) == (before["paths"], before["validation"])
 
 
+def test_what_one_peer_invented_does_not_outlast_the_next_round(records):
+    """Also where tokens were lost: a path is no further than its newest round says."""
+    true = records.progress[0]
+    records.progress[0] = true.model_copy(update={"tokens": 2**50})
+    before = status_at(records)
+    records.progress[0] = true.model_copy(update={"last_round": true.last_round + 1})
+    now = status_at(records)
+    assert with_what_was_known(now, before)["paths"] == now["paths"]
+    # What is said of an earlier round is no news.
+    records.progress[0] = true.model_copy(update={"last_round": true.last_round - 1, "tokens": 2**51})
+    later = with_what_was_known(status_at(records), now)
+    assert (later["paths"][0]["tokens"], later["paths"][0]["last_round"]) == (true.tokens, true.last_round + 1)
+
+
 def test_a_run_that_everybody_left_for_its_successor_is_finished(records):
     successor = records.plan.model_copy(update={"name": "then"})
     assert not status_at(records, successor)["finished"]
