@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
+from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, ManifestError, StorageError
 from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.prepare_output import Display
 from dipaco.bootstrap.preparing import score_stages
@@ -324,6 +324,14 @@ def test_scores_need_a_trained_path_for_each_new_one(chain, tmp_path):
     first = RUN_TOML.replace(ROUTER, ROUTER + "kind = 'discriminative'\n")
     with pytest.raises(ConfigurationError, match="give it with --from"):
         prepare(write_run(tmp_path, first), tmp_path / "first", on_cpu())
+
+
+def test_scores_need_text_behind_what_routing_sees(chain, tmp_path):
+    rows = [json.dumps({"text": f"{number:02d}", "domain": "short"}) for number in range(100)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
+    toml = successor_toml(tmp_path, "short", "[2, 2]", kind="discriminative")
+    with pytest.raises(CorpusError, match="no training document is longer than the 8 tokens"):
+        succeed(toml, tmp_path / "out", chain["kmeans"])
 
 
 def test_a_successor_begins_later(chain, tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dipaco.base.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.base.files import atomic_write
 from dipaco.modules.compose import load_path
 from dipaco.protocol.config import ModelConfig
@@ -48,8 +48,15 @@ class Sample:
 
     @cached_property
     def chosen(self) -> np.ndarray:
-        """The indices of the documents, int64 [N]."""
-        return self.tokens.corpora[0].sample(self.most, self.seed, self.longer_than_tokens)
+        """The indices of the documents, int64 [N]. Raises CorpusError if there is none."""
+        found = self.tokens.corpora[0].sample(self.most, self.seed, self.longer_than_tokens)
+        if not len(found):
+            raise CorpusError(
+                f"no training document is longer than the {self.longer_than_tokens} tokens that "
+                f"routing sees, so paths have nothing to score; give longer documents, a smaller "
+                f"prefix_tokens under [router], or another kind there"
+            )
+        return found
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield the tokens of each chosen document."""
