@@ -209,7 +209,8 @@ def _losses_of_paths(
     of the routed paths have no state. What each path says of each token lies in `file`."""
     paths = windows.ranked[windows.row_documents]
     nats, missing = nats_of_paths(source, windows, paths, file, device, progress)
-    paths = np.where(np.isin(paths, missing), paths[:, :1], paths)
+    absent = np.isin(paths, missing)
+    paths = np.where(absent, paths[:, :1], paths)
     columns = _cheapest_columns(nats[:mix], windows)[windows.row_documents] if mix > 1 else None
     totals: dict[str, np.ndarray] = {}
     for start in range(0, len(paths), _ROWS_AT_ONCE):
@@ -218,7 +219,8 @@ def _losses_of_paths(
         told = {"routed": found[0]}
         if columns is not None:
             told["chosen"] = found[columns[batch], np.arange(len(batch))]
-            told["mixed"] = mixed_losses(torch.from_numpy(found[:mix])).numpy()
+            without = torch.from_numpy(absent[batch, :mix].T)
+            told["mixed"] = mixed_losses(torch.from_numpy(found[:mix]), without).numpy()
         if rerouting is not None:
             told["rerouted"] = rerouted_nats(
                 rerouting.rerouter, windows, found, paths[batch], batch, rerouting.window

@@ -23,9 +23,12 @@ def with_evidence(evidence: torch.Tensor, nats: torch.Tensor) -> torch.Tensor:
     return _FORGETTING * evidence + nats
 
 
-def mixed_losses(nats: torch.Tensor) -> torch.Tensor:
-    """Return the nats [B, T] of texts by a mixture, by those of each of its paths, [K, B, T]."""
+def mixed_losses(nats: torch.Tensor, absent: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the nats [B, T] of texts by a mixture, by those of each of its paths, [K, B, T].
+    Paths that are `absent`, bool [K, B], are not in it."""
     evidence = torch.zeros_like(nats[:, :, 0])
+    if absent is not None:
+        evidence.masked_fill_(absent, torch.inf)
     mixed = torch.empty_like(nats[0])
     for place in range(nats.shape[2]):
         mixed[:, place] = -mixed_logprobs(evidence, -nats[:, :, place])
