@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 import shutil
+import sys
 
 import pytest
 import safetensors.torch
@@ -23,6 +24,7 @@ from dipaco.inference.export.model_card import model_card
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
 from dipaco.routing.routers.simple_routers import LabelRouter
 from dipaco.simulator import simulate_command as simulator_cli
+from support.programs.processes import ran
 from support.runs.foreign_base import make_foreign_base
 from support.runs.routed_texts import route_texts
 from support.runs.tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
@@ -214,7 +216,10 @@ def check_route(source, out):
     expected = route_texts(source.document_router(CPU), texts).tolist()
     assert [router.path_of(text) for text in texts] == expected
     assert len(set(expected)) > 1
-    assert router.folder_of(texts[0]) == out / "paths" / f"{expected[0]:05d}"
+    folder = out / "paths" / f"{expected[0]:05d}"
+    assert router.folder_of(texts[0]) == folder
+    done = ran(sys.executable, str(script), texts[0])
+    assert (done.stdout, done.stderr) == (f"{folder}\n", "")
 
 
 def test_a_router_of_labels_is_a_table(tmp_path):
