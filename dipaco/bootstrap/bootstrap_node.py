@@ -155,6 +155,7 @@ def _look_until_stopped(
     while not stopping.wait(min(_LOOK_PERIOD_S, refresher.period_s)):
         try:
             node.directory.look_up_random_key(random.getrandbits(64))
+            node.directory.list_manifests()  # which lets the nodes of a successor into the DHT
             view = refresher.view
         except DipacoError as error:
             logger.warning("%s", error)

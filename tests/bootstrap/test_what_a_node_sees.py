@@ -14,7 +14,7 @@ def test_a_line_comes_only_when_something_other_than_the_round_has_changed():
         me="me",
         plan=plan,
         grid=grid,
-        directory=SimpleNamespace(look_up_random_key=lambda key: None),
+        directory=SimpleNamespace(look_up_random_key=lambda key: None, list_manifests=list),
         held=SimpleNamespace(all=lambda: ()),
     )
     stopping, said = threading.Event(), []
@@ -38,3 +38,22 @@ def test_a_line_comes_only_when_something_other_than_the_round_has_changed():
     what = "0 of 4 paths in training, 0 states held here"
     lines = [line.partition(" ")[2] for line in said]
     assert lines == [f"round 0: 0 other peers, {what}", f"round 2: 1 other peer, {what}"]
+
+
+def test_each_look_lets_the_nodes_of_a_successor_in():
+    stopping = threading.Event()
+    directory = SimpleNamespace(look_up_random_key=lambda key: None, list_manifests=stopping.set)
+
+    class Refresher:
+        """Ends the test if the manifests were not read before the view."""
+
+        period_s = 0.0
+
+        @property
+        def view(self):
+            assert stopping.is_set()
+            return SwarmView(0.0)
+
+    plan, grid = plan_of(2, 2)
+    node = SimpleNamespace(me="me", plan=plan, grid=grid, directory=directory, held=SimpleNamespace(all=lambda: ()))
+    _look_until_stopped(node, Refresher(), SimpleNamespace(say=lambda line: None), stopping)
