@@ -132,4 +132,4 @@ def test_a_run_that_follows_the_clock_needs_a_number_of_steps(tmp_path, capsys):
 
 def test_no_run_directory(tmp_path, capsys):
     assert simulate_command.main([str(tmp_path / "nowhere")]) == 9
-    assert "manifest.json" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err
