@@ -1,4 +1,4 @@
-"""What a bootstrap node prints of the swarm."""
+"""What a bootstrap node prints of the swarm, and whom it lets in."""
 
 import threading
 from types import SimpleNamespace
@@ -7,16 +7,18 @@ from dipaco.bootstrap.bootstrap_node import _look_until_stopped
 from dipaco.protocol.view import SwarmView
 from support.swarms.swarm_views import plan_of, record
 
+PLAN, GRID = plan_of(2, 2)
+
+
+def look(refresher, stopping, say, list_manifests=list):
+    """Let a node look at the swarm until it is stopped."""
+    directory = SimpleNamespace(look_up_random_key=lambda key: None, list_manifests=list_manifests)
+    held = SimpleNamespace(all=lambda: ())
+    node = SimpleNamespace(me="me", plan=PLAN, grid=GRID, directory=directory, held=held)
+    _look_until_stopped(node, refresher, SimpleNamespace(say=say), stopping)
+
 
 def test_a_line_comes_only_when_something_other_than_the_round_has_changed():
-    plan, grid = plan_of(2, 2)
-    node = SimpleNamespace(
-        me="me",
-        plan=plan,
-        grid=grid,
-        directory=SimpleNamespace(look_up_random_key=lambda key: None, list_manifests=list),
-        held=SimpleNamespace(all=lambda: ()),
-    )
     stopping, said = threading.Event(), []
 
     class Refresher:
@@ -32,9 +34,9 @@ def test_a_line_comes_only_when_something_other_than_the_round_has_changed():
                 stopping.set()
             names = ("me", "other")[: 1 + (number == 2)]
             peers = {name: record(name, "serving") for name in names}
-            return SwarmView(plan.start_s + number * plan.rounds.duration_s, peers=peers)
+            return SwarmView(PLAN.start_s + number * PLAN.rounds.duration_s, peers=peers)
 
-    _look_until_stopped(node, Refresher(), SimpleNamespace(say=said.append), stopping)
+    look(Refresher(), stopping, said.append)
     what = "0 of 4 paths in training, 0 states held here"
     lines = [line.partition(" ")[2] for line in said]
     assert lines == [f"round 0: 0 other peers, {what}", f"round 2: 1 other peer, {what}"]
@@ -42,7 +44,6 @@ def test_a_line_comes_only_when_something_other_than_the_round_has_changed():
 
 def test_each_look_lets_the_nodes_of_a_successor_in():
     stopping = threading.Event()
-    directory = SimpleNamespace(look_up_random_key=lambda key: None, list_manifests=stopping.set)
 
     class Refresher:
         """Ends the test if the manifests were not read before the view."""
@@ -54,6 +55,4 @@ def test_each_look_lets_the_nodes_of_a_successor_in():
             assert stopping.is_set()
             return SwarmView(0.0)
 
-    plan, grid = plan_of(2, 2)
-    node = SimpleNamespace(me="me", plan=plan, grid=grid, directory=directory, held=SimpleNamespace(all=lambda: ()))
-    _look_until_stopped(node, Refresher(), SimpleNamespace(say=lambda line: None), stopping)
+    look(Refresher(), stopping, print, list_manifests=stopping.set)
